@@ -1,4 +1,4 @@
-"""Run a function on N gloo processes of this machine: for tests and for local training.
+"""Run a function on N gloo processes of this machine, or in a pool of processes.
 
 Ranks are forks of one warm server process, not fresh interpreters, so a start takes a fraction of
 a second. They meet in a file store, which has no port that could be taken. They have a deadline,
@@ -16,8 +16,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from multiprocessing import connection, forkserver
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -161,6 +163,56 @@ def _exit_with_parent() -> None:
         connection.wait([parent.sentinel])
         # sys.exit would end this thread only, and the rank may be stuck in a collective.
         os._exit(1)
+
+
+@contextlib.contextmanager
+def process_pool(
+    count: int, method: str, start: Callable[..., None] | None = None, *args: Any
+) -> Iterator[ProcessPoolExecutor]:
+    """Yield a pool of processes with one thread each, which end with the block, whatever ends it.
+
+    An executor by itself waits for what its processes are doing, and leaves them alone if this
+    process is killed.
+
+    Args:
+        count: Number of processes.
+        method: How they are started: "spawn" (a forked process cannot use a GPU that its parent
+            has initialised) or "forkserver" (after `start_fork_server`).
+        start: Called in each process when it starts, with `args`.
+        *args: What only a process that starts can be given, such as a queue.
+    """
+    context: Any = multiprocessing.get_context(method)
+    # Closed, the lifeline ends the processes of this pool, and no other child of the caller.
+    end, lifeline = context.Pipe(duplex=False)
+    pool = ProcessPoolExecutor(
+        count, mp_context=context, initializer=_start_in_pool, initargs=(end, start, *args)
+    )
+    try:
+        yield pool
+    # Also on Ctrl-C, and when a generator is closed: children would work on unseen.
+    except BaseException:
+        lifeline.close()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+        lifeline.close()
+        end.close()
+
+
+def _start_in_pool(end: Connection, start: Callable[..., None] | None, *args: Any) -> None:
+    # Ctrl-C reaches all processes of a terminal; it is the parent that ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_lifeline, args=(end,), daemon=True).start()
+    torch.set_num_threads(1)  # The processes together already use the cores.
+    if start is not None:
+        start(*args)
+
+
+def _exit_with_lifeline(end: Connection) -> None:
+    """Exit when the parent closes the lifeline, or ends: even if it was killed."""
+    with contextlib.suppress(EOFError):
+        end.recv()
+    os._exit(1)  # sys.exit would end this thread alone
 
 
 def start_fork_server(fn: Callable[..., Any]) -> None:

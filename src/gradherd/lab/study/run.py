@@ -1,24 +1,19 @@
 """Plan the runs of a study, make those that are missing, and store their results."""
 
-import contextlib
 import dataclasses
 import fnmatch
 import math
-import multiprocessing
-import os
-import signal
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from datetime import UTC, datetime
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from gradherd.lab.ranks import process_pool
 from gradherd.lab.study.file import Study
 from gradherd.lab.study.kinds import PlannedRun, RunContext, StudyProgress, kind_of
 from gradherd.lab.study.results import (
@@ -214,15 +209,8 @@ def run_parallel(
         return
     # A progress bar belongs to this process, and cannot be sent to another.
     quiet = dataclasses.replace(context, progress=StudyProgress())
-    # Spawned, not forked: a forked process cannot use a GPU that its parent has initialised.
-    spawn = multiprocessing.get_context("spawn")
-    # Closed, the lifeline ends the processes of this pool, and no other child of the caller.
-    end, lifeline = spawn.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(
-        min(jobs, len(parts)), mp_context=spawn, initializer=_start_process, initargs=(end,)
-    )
     failed: Exception | None = None
-    try:
+    with process_pool(min(jobs, len(parts)), "spawn") as pool:
         futures = [pool.submit(_run_part, run, part, quiet) for part in parts]
         for future in as_completed(futures):
             try:
@@ -231,16 +219,8 @@ def run_parallel(
                 raise ProcessDied(_died_message(futures, jobs)) from None
             except Exception as error:  # Raised below, once the others are done.
                 failed = failed or error
-        if failed is not None:
-            raise failed
-    # Also on Ctrl-C, and when the caller stops iterating: children would train on unseen.
-    except BaseException:
-        lifeline.close()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-        lifeline.close()
-        end.close()
+    if failed is not None:
+        raise failed
 
 
 def split_batches(batches: Sequence[Sequence[PlannedRun]], jobs: int) -> list[list[PlannedRun]]:
@@ -257,21 +237,6 @@ def split_batches(batches: Sequence[Sequence[PlannedRun]], jobs: int) -> list[li
         # Every count-th run: arms differ in cost, and neighbours are of the same seed.
         parts += [list(batch[at::count]) for at in range(count)]
     return parts
-
-
-def _start_process(end: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C and ends this process.
-    threading.Thread(target=_exit_with_parent, args=(end,), daemon=True).start()
-    # The processes together already use the cores.
-    torch.set_num_threads(1)
-
-
-def _exit_with_parent(end: Connection) -> None:
-    """Exit when the parent closes the lifeline, or ends: even if it was killed."""
-    with contextlib.suppress(EOFError):
-        end.recv()
-    # `sys.exit` would end this thread alone.
-    os._exit(1)
 
 
 def _run_part(run: RunBatch, part: Sequence[PlannedRun], context: RunContext) -> list[RunResult]:

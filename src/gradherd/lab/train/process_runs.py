@@ -7,18 +7,15 @@ travel back.
 
 import multiprocessing
 import os
-import signal
+import pickle
 import sys
-import traceback
 from collections.abc import Callable, Sequence
-from multiprocessing import connection
-from multiprocessing.connection import Connection
+from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from gradherd.lab.ranks import start_fork_server
+from gradherd.lab.ranks import process_pool, start_fork_server
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.loop import Progress
@@ -75,26 +72,28 @@ def _is_known_elsewhere(config: RunConfig) -> bool:
 
 
 class _SentProgress(Progress):
-    """Sends each call through a pipe."""
+    """Sends each call to the process that shows it."""
 
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
+    def __init__(self, messages: Any) -> None:
+        self._messages = messages
 
     def group(self, configs: Sequence[RunConfig]) -> None:
         """Send which runs begin."""
-        self._pipe.send(("group", (configs,)))
+        self._messages.put(("group", (configs,)))
 
     def step(self, steps: int = 1) -> None:
         """Send how many steps are done."""
-        self._pipe.send(("step", (steps,)))
+        self._messages.put(("step", (steps,)))
 
     def epoch(self, number: int, losses: list[float | None]) -> None:
         """Send the losses of an epoch."""
-        self._pipe.send(("epoch", (number, losses)))
+        self._messages.put(("epoch", (number, losses)))
 
 
 Train = Callable[[list[RunConfig], Progress], list[RunRecord]]
 """Trains the runs of a part, and returns their records; it must be picklable."""
+_POLL_SECONDS = 0.05
+_progress = Progress()  # in a process of the pool, the one that sends
 
 
 def run_in_processes(
@@ -108,56 +107,37 @@ def run_in_processes(
     # A server that has imported torch is forked, as for ranks. Not this process: its threads
     # (autograd, OpenMP) hold locks that a copy would wait for forever.
     start_fork_server(run_in_processes)
-    context = multiprocessing.get_context("forkserver")
-    waiting: dict[Connection, int] = {}
-    processes, records = [], [list[RunRecord]() for _ in parts]
+    messages = multiprocessing.get_context("forkserver").SimpleQueue()
+    with process_pool(len(parts), "forkserver", _send_progress, messages) as pool:
+        futures = [pool.submit(_train_part, train, part) for part in parts]
+        running = set(futures)
+        while running:
+            done, running = wait(running, _POLL_SECONDS, FIRST_COMPLETED)
+            while not messages.empty():
+                name, values = messages.get()
+                getattr(progress, name)(*values)
+            try:
+                for future in done:
+                    future.result()
+            except BrokenProcessPool:
+                raise RuntimeError(
+                    "a process that trained some of the runs was ended from outside: was there "
+                    "enough memory?"
+                ) from None
+        return [future.result() for future in futures]
+
+
+def _send_progress(messages: Any) -> None:
+    global _progress
+    _progress = _SentProgress(messages)
+
+
+def _train_part(train: Train, part: list[RunConfig]) -> list[RunRecord]:
     try:
-        for at, part in enumerate(parts):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_train_part, args=(train, part, theirs), daemon=True)
-            process.start()
-            theirs.close()  # so that the end of the process ends our side, too
-            processes.append(process)
-            waiting[ours] = at
-        while waiting:
-            for pipe in connection.wait(list(waiting)):
-                assert isinstance(pipe, Connection)
-                kind, values = _receive(pipe)
-                if kind == "error":
-                    raise values
-                if kind == "records":
-                    records[waiting.pop(pipe)] = values
-                else:
-                    getattr(progress, kind)(*values)
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join()
-    return records
-
-
-def _receive(pipe: Connection) -> tuple[str, Any]:
-    try:
-        kind, values = pipe.recv()
-    except EOFError:
-        raise RuntimeError(
-            "a process that trained some of the runs was ended from outside: was there enough "
-            "memory?"
-        ) from None
-    return kind, values
-
-
-def _train_part(train: Train, part: list[RunConfig], pipe: Connection) -> None:
-    # Ctrl-C reaches all processes of a terminal; it is the parent that ends this one.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
-    try:
-        pipe.send(("records", train(part, _SentProgress(pipe))))
-    except BrokenPipeError:
-        return  # The parent has gone: nobody waits for these runs.
+        return train(part, _progress)
     except Exception as error:
-        error.add_note(traceback.format_exc())
         try:
-            pipe.send(("error", error))
+            pickle.loads(pickle.dumps(error))
         except Exception:  # An error of a user's task need not be picklable.
-            pipe.send(("error", RuntimeError(f"{type(error).__name__}: {error}")))
+            raise RuntimeError(f"{type(error).__name__}: {error}") from None
+        raise
