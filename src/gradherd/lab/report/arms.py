@@ -164,14 +164,7 @@ def arm_key(record: RunRecord) -> ArmKey:
 
 
 def summarize_arms(records: Sequence[RunRecord]) -> tuple[ArmSummary, ...]:
-    """Group the runs of one task into arms, in order of first appearance.
-
-    Args:
-        records: Runs of one task.
-
-    Returns:
-        A summary per arm; the first is the baseline of comparisons.
-    """
+    """Group the runs of one task into arms, in order of first appearance."""
     groups: dict[ArmKey, list[RunRecord]] = {}
     for record in records:
         groups.setdefault(arm_key(record), []).append(record)
@@ -223,16 +216,7 @@ def diverged(run: RunRecord) -> bool:
 def values_at(
     runs: Sequence[RunRecord], epoch: int, value: Callable[[EpochRow], float | None]
 ) -> list[float | None]:
-    """Return a value of each run after an epoch.
-
-    Args:
-        runs: The runs.
-        epoch: The epoch, counted from 1.
-        value: Reads the value from an epoch's row.
-
-    Returns:
-        One value per run; None if the run ended before.
-    """
+    """Return a value of each run after an epoch, counted from 1; None if the run ended before."""
     return [value(run.epochs[epoch - 1]) if epoch <= len(run.epochs) else None for run in runs]
 
 
@@ -249,15 +233,8 @@ def late_losses(runs: Sequence[RunRecord], end: int) -> list[float | None]:
     """Return each run's mean train loss over the last half of the epochs up to `end`.
 
     The loss after a single epoch oscillates from one epoch to the next, so a difference between two
-    arms there may be luck; the mean over many epochs is steadier.
-
-    Args:
-        runs: The runs.
-        end: The last epoch, counted from 1.
-
-    Returns:
-        None for a run without finite losses in all of these epochs; an empty list if there are no
-        late epochs.
+    arms there may be luck; the mean over many epochs is steadier. None for a run without finite
+    losses in all of these epochs; an empty list if there are no late epochs.
     """
     by_epoch = [values_at(runs, epoch, lambda row: row.train_loss) for epoch in late_epochs(end)]
     return [mean_std(losses).mean for losses in zip(*by_epoch, strict=True)]

@@ -92,14 +92,9 @@ class MeasuredClaim:
 def judge_claims(
     claims: Sequence[Claim], results: Mapping[str, Sequence[RunResult]]
 ) -> list[ClaimVerdict]:
-    """Judge the claims of a study, which are one family of tests.
+    """Judge the claims of a study, which are one family of tests, by runs of its arms.
 
-    Args:
-        claims: All claims of the study.
-        results: Runs by the name of their arm.
-
-    Returns:
-        Verdicts on the claims that have been measured: no arm and no epoch is missing.
+    Claims that have not been measured, because an arm or an epoch is missing, are left out.
     """
     found = [one for claim in claims if (one := _measured(claim, results)) is not None]
     family = Family(one.test for one in found)
@@ -109,14 +104,7 @@ def judge_claims(
 def judge_study(
     study: Study, folder: Path
 ) -> tuple[dict[str, list[RunResult]], list[ClaimVerdict]]:
-    """Judge the claims of a study by its results.
-
-    Args:
-        study: The study.
-        folder: The folder of its results.
-
-    Returns:
-        Results by arm, and the verdicts on claims that have been measured.
+    """Return the results of a study by arm, and the verdicts on the claims that they settle.
 
     Raises:
         ValueError: A file of results is damaged.
@@ -178,13 +166,7 @@ def _judge(one: MeasuredClaim, family: Family) -> ClaimVerdict:
 
 
 def verdict_of(one: MeasuredClaim, family: Family, paper: float | None = None) -> str:
-    """Return the verdict on a claim, by the rule above.
-
-    Args:
-        one: The claim and its effects.
-        family: All tests of the study.
-        paper: The paper's effect, if it gives numbers.
-    """
+    """Return the verdict on a claim, by the rule above; `paper` is the paper's effect, if any."""
     if len(one.effects) < MIN_SEEDS:
         return FEW_SEEDS
     test = one.test
@@ -225,15 +207,7 @@ def _other_reading(
 
 
 def effects_by_seed(claim: Claim, measured: Measurement) -> dict[int, float | None]:
-    """Return the effect of each seed that both arms have, by the table above.
-
-    Args:
-        claim: Gives the test and its value.
-        measured: The measure of both arms.
-
-    Returns:
-        Seed -> effect; None where a value is missing.
-    """
+    """Return the effect of each seed that both arms have, by the table above."""
     # Paired by seed: both runs start from the same weights, so what the seed decides cancels out.
     seeds = [s for s in measured.arm if measured.against is None or s in measured.against]
     bounded = claim.test in ("at-most", "at-least")

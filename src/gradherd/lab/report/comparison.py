@@ -103,10 +103,7 @@ class Comparison:
 
 
 def compare(records: Sequence[RunRecord]) -> Comparison:
-    """Compare the runs of one task, paired by seed.
-
-    Args:
-        records: Runs of all arms; the arm of the first one is the baseline.
+    """Compare the runs of one task, paired by seed; the arm of the first one is the baseline.
 
     Raises:
         ValueError: There is no record, tasks or metrics differ, or a seed occurs twice in an arm.
@@ -198,15 +195,7 @@ def _pair_up(arms: Sequence[ArmSummary], shared: Callable[[ArmSummary], object])
 
 
 def compare_pair(arm: ArmSummary, reference: ArmSummary) -> ArmPair:
-    """Compare an arm with a reference.
-
-    Args:
-        arm: The arm.
-        reference: The arm that it is compared with; may be the arm itself.
-
-    Returns:
-        Differences over the seeds that both have, and what it took to reach the reference's loss.
-    """
+    """Compare an arm with a reference, which may be itself, over the seeds that both have."""
     # One goal for all seeds: a single run of the reference may end unusually high or low.
     goal = reference.final_loss.mean
     reached = first_at_or_below([point.mean for point in arm.loss_by_epoch], goal)

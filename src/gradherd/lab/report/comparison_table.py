@@ -42,11 +42,7 @@ class ComparisonTable:
 def comparison_table(comparison: Comparison) -> ComparisonTable:
     """Return the table of a comparison: one row per arm, the baseline first.
 
-    Args:
-        comparison: The comparison.
-
-    Returns:
-        The table; it has a column of densities only if an arm is sparse.
+    It has a column of densities only if an arm is sparse.
     """
     late = any(pair.late_loss is not None for pair in comparison.pairs)
     columns: dict[str, Callable[[Comparison], list[TableCell]]] = {

@@ -81,13 +81,13 @@ def check_measures(study: Study) -> None:
 def measure(
     name: str, epoch: int | None, arm: Sequence[RunResult], against: Sequence[RunResult] | None
 ) -> Measurement:
-    """Return a measure per seed.
+    """Return a measure per seed, of an arm and of the reference arm if there is one.
 
     Args:
         name: One of `MEASURES` for training runs, else an entry of their summary.
         epoch: The epoch to read after; None reads after the last one.
         arm: Runs of the arm.
-        against: Runs of the reference arm, if there is one.
+        against: Runs of the reference arm.
 
     Raises:
         ValueError: There is no such measure, or it needs a reference arm.
@@ -141,16 +141,9 @@ def relative_change(value: float, reference: float, in_percent: bool = False) ->
 def measure_runs(
     name: str, epoch: int | None, runs: Sequence[RunRecord]
 ) -> dict[int, float | None]:
-    """Return a measure of training runs, by seed.
+    """Return a measure of training runs by seed, after an epoch or, with None, after the last one.
 
-    Args:
-        name: One of `MEASURES`; `late_...` is the mean over the last half of the epochs, `bytes`
-            and the like are sums.
-        epoch: The epoch to read after; None reads after the last one.
-        runs: The runs.
-
-    Raises:
-        ValueError: There is no such measure.
+    `late_...` is the mean over the last half of the epochs, `bytes` and the like are sums.
     """
     # Of the longest run: one that diverged early has no value there, and that counts.
     end = max(len(run.epochs) for run in runs) if epoch is None else epoch

@@ -15,11 +15,7 @@ Rows = list[list[str]]
 
 
 def caveats(arms: Sequence[ArmSummary]) -> tuple[str, ...]:
-    """Return one sentence for each thing that limits the conclusions.
-
-    Args:
-        arms: The arms of a comparison; the first is the baseline.
-    """
+    """Return one sentence for each thing that limits the conclusions."""
     sources = (_cut_short, _diverged, _seeds, _settings, _environment, _virtual, _skipped)
     return tuple(sentence for source in sources for sentence in source(arms))
 
@@ -197,12 +193,7 @@ def _environment_of(record: RunRecord) -> str:
 
 
 def run_rows(arms: Sequence[ArmSummary], files: Mapping[int, str]) -> tuple[list[str], Rows]:
-    """Return every run with its seed and how it ended.
-
-    Args:
-        arms: The arms.
-        files: The file that each record was read from, by the `id` of the record.
-    """
+    """Return every run with its seed, how it ended, and its file by the `id` of the record."""
     rows = [
         [
             arm.label,

@@ -86,16 +86,10 @@ def paired_difference(
     *,
     epoch: int | None = None,
 ) -> PairedDifference | None:
-    """Compare two arms seed by seed, arm minus reference.
+    """Compare two arms seed by seed, arm minus reference; both have one value per seed.
 
-    Args:
-        arm: One value per seed.
-        reference: The reference's values, in the same order.
-        seeds: The seeds.
-        epoch: Epoch after which the values were read, if not after the last one.
-
-    Returns:
-        None with fewer than two seeds, or if a value is not finite.
+    None with fewer than two seeds, or if a value is not finite. `epoch` is the one after which the
+    values were read, if not the last one.
 
     >>> paired_difference([1.0, 2.0, 3.5], [0.0, 1.5, 2.0], [0, 1, 2]).mean
     1.0

@@ -81,12 +81,7 @@ def dashes(style: int) -> str:
 
 
 def style_sheet(styles: Sequence[int], dark: bool = False) -> str:
-    """Return CSS for the classes of charts: `s1` strokes in colour 1, `f1` fills.
-
-    Args:
-        styles: Styles that the chart uses.
-        dark: Whether to return the dark variants.
-    """
+    """Return CSS for the classes of charts: `s1` strokes in colour 1, `f1` fills."""
     colours = sorted({style % len(COLOURS) for style in styles})
     rules = [f".s{n}{{stroke:{COLOURS[n][dark]}}}.f{n}{{fill:{COLOURS[n][dark]}}}" for n in colours]
     ink, paper = INK[dark], PAPER[dark]

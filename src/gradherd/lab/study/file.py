@@ -112,10 +112,7 @@ class Study:
 
 
 def read_study(path: Path) -> Study:
-    """Read and check a study file.
-
-    Args:
-        path: The TOML file; its name without suffix becomes the name of the study.
+    """Read and check a study file, whose name without suffix becomes the name of the study.
 
     Raises:
         ValueError: The file cannot be read or is invalid; one line that names the file and what is
@@ -139,16 +136,7 @@ def read_study(path: Path) -> Study:
 
 
 def parse_study(tables: Mapping[str, Any], *, name: str, folder: Path) -> Study:
-    """Return the study that a parsed TOML file describes.
-
-    Args:
-        tables: What `tomllib` returns.
-        name: Name of the study.
-        folder: Folder of the file; paths of custom tasks are relative to it.
-
-    Raises:
-        ValueError: A key, a name or a value is not allowed.
-    """
+    """Return the study that a parsed TOML file describes; raise ValueError if it is invalid."""
     # The name becomes a folder of results, the start of chart files and part of a command.
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", name):
         raise ValueError(f"a study's name has lower-case letters, digits and -, got {name!r}")
@@ -352,14 +340,8 @@ def check_known(what: str, name: str, allowed: Sequence[str]) -> None:
 def expand_arms(groups: Sequence[Mapping[str, Any]]) -> tuple[Arm, ...]:
     """Return the arms of `[[arms]]` tables; a list in a table stands for one arm per entry.
 
-    Args:
-        groups: The tables, as TOML gives them.
-
-    Returns:
-        All arms in file order, which is also the order of runs and of lines in charts.
-
-    Raises:
-        ValueError: There is no arm, two different arms have one name, or a table has too many.
+    The order of the file is also that of runs and of lines in charts. Raises ValueError if there is
+    no arm, if two different arms have one name, or if a table has too many.
 
     >>> [arm.name for arm in expand_arms([{"order": ["d-rr", "cd-grab"], "workers": [4, 16]}])]
     ['d-rr, workers 4', 'd-rr, workers 16', 'cd-grab, workers 4', 'cd-grab, workers 16']
@@ -402,10 +384,6 @@ def arm_name(settings: Mapping[str, Any], label: str | None) -> str:
     """Return the name of an arm; a label replaces the settings after the first comma.
 
     Claims, `--only` and file names of results refer to arms by these names.
-
-    Args:
-        settings: The arm's own settings.
-        label: Replaces the settings that are not part of the head; None lists them.
 
     >>> arm_name({"order": "cd-grab", "sparsify": "exdyna", "density": 0.01}, None)
     'cd-grab + exdyna 0.01'

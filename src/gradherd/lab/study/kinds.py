@@ -282,12 +282,7 @@ def refuse_task(study: Study) -> None:
 def check_settings(
     keys: Mapping[str, Any], defaults: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return settings with their defaults filled in.
-
-    Args:
-        keys: Allowed settings, with a type or a tuple of types each.
-        defaults: Values of settings that need not be given.
-        given: The settings of the study and the arm.
+    """Return settings with their defaults filled in; `keys` has the types of those allowed.
 
     Raises:
         ValueError: A setting is unknown, missing or of the wrong type.

@@ -112,13 +112,7 @@ def same_settings(stored: Mapping[str, Any], current: Mapping[str, Any]) -> bool
 
 
 def is_done(results: Iterable[RunResult], seed: int, settings: Mapping[str, Any]) -> bool:
-    """Return whether these results include a run with this seed and these settings.
-
-    Args:
-        results: Results of an arm.
-        seed: The seed.
-        settings: Everything else that determines the run.
-    """
+    """Return whether these results include a run with this seed and these settings."""
     return any(
         one.seed == seed and one.status in _FINAL and same_settings(one.settings, settings)
         for one in results
@@ -149,14 +143,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def write_results(folder: Path, study: str, kind: str, results: Sequence[RunResult]) -> None:
-    """Write the results of one arm; fields that all runs share are written once.
-
-    Args:
-        folder: The folder of the study's results; created if missing.
-        study: Name of the study.
-        kind: Its kind.
-        results: All results of the arm; a file that exists is replaced.
-    """
+    """Write all results of one arm to its file; fields that all runs share are written once."""
     runs = []
     # By seed: the file must not depend on which run happened to end first.
     for one in sorted(results, key=lambda result: result.seed):

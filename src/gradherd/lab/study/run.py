@@ -78,25 +78,12 @@ def plan_runs(
 def missing_runs(
     runs: Sequence[PlannedRun], stored: Mapping[str, Sequence[RunResult]]
 ) -> list[PlannedRun]:
-    """Return the runs that have no stored result with the same settings.
-
-    Args:
-        runs: The planned runs.
-        stored: Results by arm, as `results.read_arms` returns them.
-    """
+    """Return the runs that have no stored result, by arm, with the same settings."""
     return [run for run in runs if not is_done(stored.get(run.arm, ()), run.seed, run.settings)]
 
 
 def reusable_results(runs: Sequence[PlannedRun], others: Sequence[RunResult]) -> list[RunResult]:
-    """Return results of these runs that another study has made with the same settings.
-
-    Args:
-        runs: The runs that are missing.
-        others: Results of other studies.
-
-    Returns:
-        The results under this study's names of arms.
-    """
+    """Return results of these runs that other studies have, under this study's names of arms."""
     results = []
     for run in runs:
         equal = (one for one in others if is_done([one], run.seed, run.settings))
