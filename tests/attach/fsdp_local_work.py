@@ -19,7 +19,7 @@ EVERY = 3
 
 def settings(method="exdyna", **more):
     made = gh.Dense() if method == "dense" else gh.SPARSIFIERS[method](0.2)
-    return gh.LocalSteps(every=EVERY, method=made, dense_below=8, **more)
+    return gh.LocalSteps(every=EVERY, method=made, **{"values": "fp32", "dense_below": 8} | more)
 
 
 def attached(mesh, local, lr=0.1):

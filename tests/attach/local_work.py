@@ -17,10 +17,10 @@ from gradherd.sparsify.local import exchange_script
 
 CASES = {
     "diloco": gh.LocalSteps(
-        every=3, method=gh.Dense(), outer_lr=0.7, outer_momentum=0.9, nesterov=True
+        every=3, values="fp32", outer_lr=0.7, outer_momentum=0.9, nesterov=True
     ),
     "heavy ball": gh.LocalSteps(
-        every=2, method=gh.Dense(), outer_lr=0.5, outer_momentum=0.8, nesterov=False
+        every=2, values="fp32", outer_lr=0.5, outer_momentum=0.8, nesterov=False
     ),
     "sparse": gh.LocalSteps(every=3, method=gh.TopK(density=0.1), decay=0.9, dense_below=20),
     "overlap": gh.LocalSteps(
@@ -108,6 +108,39 @@ def resumed(settings, steps, stop, rank):
         herd.detach()
         ends.append((vector(net), state["residual"], state["shared"], buffers))
     return ends
+
+
+def one_bit(rank, steps=11, stop=6):
+    """Train straight, and stopped within a phase with rank 0's state alone, in one bit."""
+    ends = []
+    for cut in (None, stop):
+
+        def fresh():
+            torch.manual_seed(rank)
+            net = nn.Sequential(nn.Linear(100, 100), nn.Tanh(), nn.Linear(100, 100))
+            optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+            return net, optimizer, gh.attach(net, optimizer=optimizer, local=gh.LocalSteps())
+
+        net, optimizer, herd = fresh()
+        for at in range(steps):
+            if at == cut:
+                packed = [unpack(pack([net.state_dict(), herd.state_dict()]))]
+                torch.distributed.broadcast_object_list(packed, src=0)
+                own = optimizer.state_dict()
+                herd.detach()
+                net, optimizer, herd = fresh()
+                net.load_state_dict(packed[0][0])
+                optimizer.load_state_dict(own)
+                herd.load_state_dict(packed[0][1])
+            generator = torch.Generator().manual_seed(1000 * rank + at)
+            x = torch.randn(8, 100, generator=generator)
+            step(net, optimizer, (x, x.sin()))
+        state = herd.state_dict(gather=False)["local"]
+        metrics = herd.metrics()
+        herd.sync()
+        ends.append((vector(net), state["residual"], state["owner_error"]))
+        herd.detach()
+    return ends, state, metrics
 
 
 def buffers_of(settings, rank):

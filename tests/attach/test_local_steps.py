@@ -5,6 +5,7 @@ import torch
 
 import gradherd as gh
 from gradherd.lab.ranks import RankError, run_ranks
+from gradherd.sparsify.virtual_workers import VirtualWorkers
 from tests.attach.local_work import (
     CASES,
     batches,
@@ -13,6 +14,7 @@ from tests.attach.local_work import (
     goes_on_alone,
     last_common_step,
     model,
+    one_bit,
     read_saved,
     saved,
     step,
@@ -268,7 +270,7 @@ def test_half_precision_weights_keep_what_they_cannot_hold():
     herd = gh.attach(
         net,
         optimizer=optimizer,
-        local=gh.LocalSteps(every=1, method=gh.Dense(), outer_lr=0.1),
+        local=gh.LocalSteps(every=1, values="fp32", outer_lr=0.1),
     )
     # Each outer step is a tenth of a unit in the last place: ten of them move the weight.
     with torch.no_grad():
@@ -276,7 +278,7 @@ def test_half_precision_weights_keep_what_they_cannot_hold():
             parameter.fill_(1.0)
     herd.detach()
     herd = gh.attach(
-        net, optimizer=optimizer, local=gh.LocalSteps(every=1, method=gh.Dense(), outer_lr=0.1)
+        net, optimizer=optimizer, local=gh.LocalSteps(every=1, values="fp32", outer_lr=0.1)
     )
     for _ in range(16):
         for parameter in net.parameters():
@@ -286,9 +288,64 @@ def test_half_precision_weights_keep_what_they_cannot_hold():
     herd.detach()
 
 
+def run_one_bit():
+    return one_bit(torch.distributed.get_rank())
+
+
+def test_one_bit_is_resumed_and_resized_with_all_its_errors():
+    """Three ranks: each rounds a third of the sum for all, and keeps what that took."""
+    results = run_ranks(run_one_bit, 3)
+    for ends, _, metrics in results:
+        (straight, *kept), (resumed, *again) = ends
+        assert torch.equal(straight, resumed)
+        for one, other in zip(kept, again, strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+        assert metrics["density"] == 1 and metrics["exchanges"] == 2
+        # Two ways of a bit and of a level for each 256, and small parameters as bf16.
+        assert metrics["bytes"] < 1.2 * 2 * 2 * (20_000 * (1 + 16 / 256) / 8 + 400) / 3
+    weights = [ends[0][0] for ends, *_ in results]
+    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
+    states = [state for _, state, _ in results]
+    owned = [
+        torch.cat([one.flatten() for one in state["owner_error"].values()]) for state in states
+    ]
+    assert all(one.any() for one in owned)
+    assert not ((owned[0] != 0) & (owned[1] != 0)).any(), "every rank has a slice of its own"
+    merged = gh.merge_states([{"local": state} for state in states])["local"]
+    for name, residual in merged["residual"].items():
+        means = torch.stack([state["residual"][name] for state in states]).double().mean(0)
+        torch.testing.assert_close(residual.double(), means, rtol=1e-5, atol=1e-9)
+        lost = torch.stack([state["owner_error"][name] for state in states]).double().mean(0)
+        torch.testing.assert_close(merged["owner_error"][name].double(), lost)
+
+
+@pytest.mark.parametrize(
+    ("fewer", "every", "momentum"),
+    [(16, 2, 0), (60, 2, 0), (120, 4, 0), (240, 8, 0.5), (1000, 34, 0.6)],
+)
+def test_a_factor_of_bytes_sets_the_recipe(fewer, every, momentum):
+    made = gh.LocalSteps(fewer=fewer)
+    assert (made.every, made.outer_momentum) == (every, momentum)
+    assert (made.values, made.method, made.decay) == ("int1", gh.Dense(), 1.0)
+    workers = VirtualWorkers(made.sent, 1_000_000, 8)
+    workers.step(torch.randn(8, 1_000_000))
+    dense = 2 * 4 * 1_000_000 * 7 / 8
+    assert dense * made.every / workers.metrics["bytes"] >= 0.999 * fewer
+
+
+def test_methods_that_select_have_defaults_of_their_own():
+    sparse = gh.LocalSteps(method=gh.ExDyna(density=0.02))
+    assert (sparse.every, sparse.values, sparse.decay) == (30, "fp32", 0.95)
+    assert gh.LocalSteps(method="dense") == gh.LocalSteps()
+
+
 @pytest.mark.parametrize(
     ("settings", "needle"),
     [
+        ({"fewer": 5}, "fewer must be from 16 to 1,000 times, got 5"),
+        ({"fewer": "many"}, "fewer must be a number"),
+        ({"fewer": 100, "every": 4}, "fewer sets every, so give one of both"),
+        ({"fewer": 100, "method": "exdyna"}, "fewer sets method"),
         ({"every": 0}, "every must be an integer of at least 1, got 0"),
         ({"every": 2.0}, "every must be"),
         ({"decay": 1.5}, "decay must be in [0, 1], got 1.5"),

@@ -168,7 +168,7 @@ class ReplaySparsifyCommand:
                     settings,
                     layers=layers,
                     every=self.local_steps,
-                    decay=LocalSteps().decay if self.local_steps > 1 else 1.0,
+                    decay=LocalSteps(method=settings.method).decay if self.local_steps > 1 else 1.0,
                     out=self.out,
                     progress=advance,
                 )

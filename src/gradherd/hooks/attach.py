@@ -183,7 +183,11 @@ def _make_exchange(
 ) -> ModelExchange | None:
     """Return what exchanges gradients or local steps, hooked into the model; None if neither."""
     if local is not None and optimizer is not None:
-        log.info("local steps: %s", local)
+        log.info(
+            "local steps: %s; AdamW wants the learning rate of dense training times %.3g",
+            local,
+            local.lr_factor(world.size if worlds is None else worlds.replicate.size),
+        )
         if worlds is None:
             return LocalExchange(model, optimizer, local, world)
         return ShardedLocalExchange(model, optimizer, local, worlds, world)
@@ -317,7 +321,7 @@ def _check_local(
             raise ValueError("optimizer goes with local=LocalSteps(...), whose steps it takes")
         return None
     if not isinstance(local, LocalSteps):
-        raise ValueError(f"local must be gh.LocalSteps(every=30, ...), got {local!r}")
+        raise ValueError(f"local must be gh.LocalSteps(), got {local!r}")
     if isinstance(model, DDP):
         raise ValueError(
             "local steps need a plain module: DistributedDataParallel averages gradients at every "

@@ -1,14 +1,16 @@
 """Local steps: their settings, and the outer optimizer that moves the shared weights.
 
 Workers take H steps each on their own, then exchange what these changed instead of every gradient:
-Douillard et al., "DiLoCo", arXiv:2311.08105. The difference is sparsified with error feedback, as
-in SparseLoCo (Sarfi et al., arXiv:2508.15706), but through the same exchange as gradients here, so
-that residuals can be saved, resumed and merged.
+Douillard et al., "DiLoCo", arXiv:2311.08105. The difference goes through the same exchange as
+gradients, with error feedback: all coordinates in one bit by default, because what hurts is how
+long a change waits, not how exactly it arrives. A method that selects coordinates makes it
+SparseLoCo (Sarfi et al., arXiv:2508.15706).
 
 Letters: D coordinates, R workers, B elements of buffers.
 """
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import InitVar, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,30 +18,42 @@ from torch import Tensor
 
 from gradherd.comm.checks import check_numbers
 from gradherd.comm.script import AllGather, Script
+from gradherd.sparsify.basics import Dense
 from gradherd.sparsify.exchange import Outcome
-from gradherd.sparsify.partitioned import ExDyna
+from gradherd.sparsify.message_sizes import GROUP
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.worker import Worker
+
+ONE_BIT_SAVES = 2 * 32 / (2 * (1 + 16 / GROUP))
+"""How many times fewer bytes one bit takes than float32, both ways, with a level for each group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSteps:
     """Take steps alone, then exchange the difference: `attach(net, optimizer=opt, local=...)`.
 
-    >>> LocalSteps(every=15, method="topk").method
-    TopK(density=0.01)
+    Without arguments: four steps, then all coordinates in one bit each way, for 120 times fewer
+    bytes than a dense exchange of every step. `fewer` asks for another factor:
+
+    >>> LocalSteps()
+    LocalSteps(every=4, method=Dense(density=1.0), values='int1', ...)
+    >>> LocalSteps(fewer=400).every, LocalSteps(fewer=400).outer_momentum
+    (14, 0.6)
+
+    Multiply AdamW's learning rate for dense training by `lr_factor(workers)`.
     """
 
-    every: int = 30
-    """H, the steps of the optimizer between two exchanges."""
-    method: Selector = field(default_factory=lambda: ExDyna(density=0.02))
+    every: int = None  # type: ignore[assignment]  # resolved below, as all that is None
+    """H, the steps of the optimizer between two exchanges: 4, or 30 if a method selects."""
+    method: Selector = field(default_factory=Dense)
     """What selects coordinates of the difference; a name is that method with its defaults."""
-    values: str = "fp32"
-    """How values are sent, as in `Sparsify`; what rounding takes stays in the residual."""
-    decay: float = 0.95
-    """Factor of the residual at each exchange. What was computed long ago fits the weights less
-    and less; 1 loses nothing."""
+    values: str = None  # type: ignore[assignment]
+    """How values are sent, as in `Sparsify`; what rounding takes stays in the residual. "int1" if
+    all coordinates are sent, else "fp32"."""
+    decay: float = None  # type: ignore[assignment]
+    """Factor of the residual at each exchange. 1 loses nothing, and is right if all coordinates are
+    sent; of a method that selects, some were computed long ago and fit the weights less: 0.95."""
     outer_lr: float = 1.0
     """Learning rate of the outer step; 1 without momentum averages the workers' weights."""
     outer_momentum: float = 0.0
@@ -57,8 +71,20 @@ class LocalSteps:
     averaged whole, or left as they are on each rank."""
     dense_below: int = 256
     """Parameters with fewer elements than this are always sent whole."""
+    fewer: InitVar[float | None] = None
+    """At least how many times fewer bytes than a dense exchange in float32, from 16 to 1,000. It
+    sets `every`, `values` and the outer step to what lost least (`benchmarks/few_bytes.py`)."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, fewer: float | None) -> None:
+        if fewer is not None:
+            self._follow_frontier(fewer)
+        given: Any = self.method  # a name, maybe
+        sends_all = getattr(given, "sends_all", given == "dense")
+        kept = {"every": 4, "values": "int1", "decay": 1.0}
+        defaults = kept if sends_all else {"every": 30, "values": "fp32", "decay": 0.95}
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
         # Checked there: the method, its name, `values` and `dense_below`.
         sent = Sparsify(method=self.method, values=self.values, dense_below=self.dense_below)  # type: ignore[arg-type]
         object.__setattr__(self, "method", sent.method)
@@ -85,6 +111,35 @@ class LocalSteps:
             raise ValueError(
                 f"delay must be an integer in [1, every = {self.every}], got {self.delay!r}"
             )
+
+    def _follow_frontier(self, fewer: float) -> None:
+        """Set what a factor of bytes needs."""
+        check_numbers(fewer=fewer)
+        if not 16 <= fewer <= 1000:
+            raise ValueError(f"fewer must be from 16 to 1,000 times, got {fewer}")
+        plain = {"every": None, "method": Dense(), "values": None, "outer_lr": 1.0}
+        for name, untouched in (plain | {"outer_momentum": 0.0}).items():
+            if getattr(self, name) != untouched:
+                raise ValueError(f"fewer sets {name}, so give one of both")
+        every = max(2, math.ceil(fewer / ONE_BIT_SAVES))
+        # Momentum pays from about eight steps on.
+        outer = (1.0, 0.0) if every < 6 else (0.7, 0.5) if every < 12 else (0.8, 0.6)
+        for name, value in zip(
+            ("every", "outer_lr", "outer_momentum"), (every, *outer), strict=True
+        ):
+            object.__setattr__(self, name, value)
+
+    def lr_factor(self, workers: int) -> float:
+        """Return what to multiply AdamW's learning rate of dense training by.
+
+        A worker's own gradient is noisier than the mean of all, so its second moment is larger and
+        its steps are shorter: the rate wants the square root of the number of workers. Longer
+        phases drift apart, and want less. With SGD, tune the rate.
+
+        >>> round(LocalSteps().lr_factor(8), 2), round(LocalSteps(every=16).lr_factor(8), 2)
+        (2.83, 1.41)
+        """
+        return math.sqrt(workers * min(1.0, 4 / self.every))
 
     @property
     def sent(self) -> Sparsify:
