@@ -22,6 +22,12 @@ def settings(method="exdyna", **more):
     return gh.LocalSteps(every=EVERY, method=made, **{"values": "fp32", "dense_below": 8} | more)
 
 
+SAVED = {
+    "momentum": settings(outer_momentum=0.5),
+    "one bit": settings("dense", values="int1"),
+}
+
+
 def attached(mesh, local, lr=0.1):
     model = model_of(mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
@@ -130,10 +136,9 @@ def not_finite():
     return torch.equal(found, before), torch.equal(found, own), skipped
 
 
-def continued(folder, stop):
+def continued(folder, stop, local):
     """Return weights of a run that went through, and of one that was saved and loaded."""
     mesh, weights = mesh_of((2, 2)), []
-    local = settings(outer_momentum=0.5)
     for resumes in (False, True):
         model, optimizer, herd = attached(mesh, local, lr=0.05)
         optimizer.param_groups[0]["momentum"] = 0.0
@@ -226,7 +231,11 @@ def everything(folder):
         "sync": {method: equal_after_sync(method) for method in ("exdyna", "topk", "dense")},
         "evaluated": evaluated(),
         "not finite": not_finite(),
-        "continued": {stop: continued(folder / str(stop), stop) for stop in (3, 5)},
+        "continued": {
+            (stop, name): continued(folder / f"{name}-{stop}", stop, local)
+            for stop in (3, 5)  # at an exchange, and within a phase
+            for name, local in SAVED.items()
+        },
         "moved": moved(folder / "moved"),
         "ordered": ordered(),
         "refused": refused(),

@@ -45,10 +45,11 @@ def test_a_shard_that_is_not_finite_calls_off_the_exchange_of_all(ranks):
         assert (shared, own) == ((False, True) if number < 2 else (True, False))
 
 
-@pytest.mark.parametrize("stop", [3, 5])  # at an exchange, and within a phase
-def test_a_loaded_run_continues_to_the_bit(ranks, stop):
+@pytest.mark.parametrize("stop", [3, 5])
+@pytest.mark.parametrize("name", work.SAVED)
+def test_a_loaded_run_continues_to_the_bit(ranks, stop, name):
     for rank in ranks:
-        straight, resumed = rank["continued"][stop]
+        straight, resumed = rank["continued"][stop, name]
         assert torch.equal(straight, resumed)
 
 
