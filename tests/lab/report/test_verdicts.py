@@ -271,8 +271,8 @@ def test_loss_and_metric_are_weighed_together():
     same = [record("d-rr", seed=r.seed, epochs=2, metrics=[50.0, r.epochs[-1].metric], **losses)
             for r in base]  # fmt: skip
     [(tone, text)] = said([*same, *arm])
-    assert tone == "mixed" and "no difference shown), train loss 1.0 higher (" in text
-    assert ": worse), with 2.1 % of the bytes" in text
+    assert tone == "mixed" and "no difference shown); final loss 1.0 higher (" in text
+    assert ": worse); with 2.1 % of the bytes" in text
     # A lower loss with a worse metric is both, and so is the other way round.
     grab = [
         record(

@@ -61,14 +61,9 @@ def answers(comparison: Comparison) -> list[tuple[Question, list[Verdict]]]:
     checks, family = _control_checks(comparison), family_of(comparison)
     found = []
     for question in comparison.questions:
+        verdicts = [_pair_verdict(question.kind, p, comparison, family) for p in question.pairs]
         if question.kind == "order":
-            verdicts = [_order_verdict(pair, comparison, family) for pair in question.pairs]
             verdicts += [one for check in checks if (one := _control_verdict(check, family))]
-        else:
-            verdicts = [
-                _sparsify_verdict(pair, comparison, family, question.kind)
-                for pair in question.pairs
-            ]
         found.append((question, verdicts))
     return found
 
@@ -129,53 +124,28 @@ def _control_checks(comparison: Comparison) -> list[ControlCheck]:
     ]
 
 
-def _order_verdict(pair: ArmPair, comparison: Comparison, family: Family) -> Verdict:
-    """Say whether an order needs fewer epochs, and at what price."""
-    # Balancing promises faster optimisation, so the train loss comes first.
-    if (problem := _not_comparable("order", pair, by_loss=True)) is not None:
+def _pair_verdict(kind: str, pair: ArmPair, comparison: Comparison, family: Family) -> Verdict:
+    """Say what an order or a sparsifier gains, and at what price."""
+    is_order = kind == "order"
+    # Balancing promises faster optimisation, sending less must not cost accuracy.
+    if (problem := _not_comparable(kind, pair, by_loss=is_order)) is not None:
         return problem
-    when, sooner = _reached(pair)
-    mean, late = _mean(pair, by_loss=True), pair.late_loss
-    places = decimal_places(mean, pair.loss)
-    text = f"{when}; {_which_loss(pair)} {distance(mean, places)}"
-    if late is not None:
-        places = decimal_places(late.mean, late)
-        text += f"; {_late_period(pair)} the loss is {distance(late.mean, places)} on average"
-    basis, by_loss = _basis(pair, late or pair.loss, places, family, lower_is_better=True)
-    also, by_metric = _metric_clause(pair, comparison, family)
-    text += f" ({basis}){also}."
-    direction = _both(by_loss, by_metric)
-    # Fewer epochs that take more seconds or bytes are a trade, not a gain.
-    tone = "mixed" if direction == "gain" and not sooner else direction
-    return _verdict("order", pair, direction, tone, text)
-
-
-def _sparsify_verdict(pair: ArmPair, comparison: Comparison, family: Family, kind: str) -> Verdict:
-    """Say whether sending less costs accuracy, and how much less it is."""
-    # The question is what sending less costs in accuracy, so the metric comes first.
-    if (problem := _not_comparable(kind, pair, by_loss=False)) is not None:
-        return problem
+    loss, by_loss = _loss_clause(pair, family)
+    metric, by_metric = _metric_clause(pair, comparison, family)
+    shown = _both(by_loss, by_metric)
+    if is_order:
+        when, sooner = _reached(pair)
+        # Fewer epochs that take more seconds or bytes are a trade, not a gain.
+        mixed = shown == "gain" and not sooner
+        text = "; ".join(filter(None, (when, loss, metric)))
+        return _verdict(kind, pair, shown, "mixed" if mixed else shown, f"{text}.")
     arm, ref = pair.arm, pair.reference
-    own, other = arm.final_metric.mean, ref.final_metric.mean
-    assert own is not None and other is not None
-    # Paired where it can be: seeds differ more from each other than arms do.
-    mean = _mean(pair, by_loss=False)
-    places = decimal_places(mean, pair.metric)
-    lower = not comparison.higher_is_better
-    basis, by_metric = _basis(pair, pair.metric, places, family, lower_is_better=lower)
-    also, by_loss = _loss_clause(pair, family)
-    direction = _both(by_metric, by_loss)
-    digits = min(max(places, decimals(other, 3)), 6)
     name = f"{arm.label} against {ref.label}" if kind == "both" else _with_density(arm)
-    text = (
-        f"{name}: {comparison.metric_name} {fixed(own, digits)} vs {fixed(other, digits)} "
-        f"(difference{_read_after(pair)} {fixed(mean, places, sign=True)}, {basis}){also} "
-        f"with {_price(pair)}."
-    )
     # Less accuracy for fewer bytes is what sparsifying offers: a trade, which the reader judges.
     saves = pair.bytes_ratio is not None and pair.bytes_ratio < 1
-    mixed = (direction == "cost" and saves) or (direction == "gain" and not saves)
-    return _verdict(kind, pair, direction, "mixed" if mixed else direction, text)
+    mixed = (shown == "cost" and saves) or (shown == "gain" and not saves)
+    text = "; ".join(filter(None, (metric, loss, f"with {_price(pair)}")))
+    return _verdict(kind, pair, shown, "mixed" if mixed else shown, f"{name}: {text}.")
 
 
 def _verdict(kind: str, pair: ArmPair, shown: Direction, tone: Direction, text: str) -> Verdict:
@@ -200,29 +170,33 @@ def _both(one: Direction, other: Direction) -> Direction:
 
 
 def _metric_clause(pair: ArmPair, comparison: Comparison, family: Family) -> tuple[str, Direction]:
-    """Say what the metric shows, after a sentence about the loss."""
-    difference, metric = pair.metric, comparison.metric_name
-    if difference is None:
+    own, other = pair.arm.final_metric.mean, pair.reference.final_metric.mean
+    if own is None or other is None:
         return "", "open"
-    places = decimal_places(difference.mean, difference)
+    # Paired where it can be: seeds differ more from each other than arms do.
+    mean = _mean(pair, by_loss=False)
+    places = decimal_places(mean, pair.metric)
     lower = not comparison.higher_is_better
-    basis, direction = _basis(pair, difference, places, family, lower_is_better=lower)
-    if direction == "open":
-        return f"; {metric}: no difference shown", direction
-    return f"; {metric} {fixed(difference.mean, places, sign=True)} ({basis})", direction
+    basis, direction = _basis(pair, pair.metric, places, family, lower_is_better=lower)
+    digits = min(max(places, decimals(other, 3)), 6)
+    text = (
+        f"{comparison.metric_name} {fixed(own, digits)} vs {fixed(other, digits)} "
+        f"(difference{_read_after(pair)} {fixed(mean, places, sign=True)}, {basis})"
+    )
+    return text, direction
 
 
 def _loss_clause(pair: ArmPair, family: Family) -> tuple[str, Direction]:
-    """Say what the train loss shows, after a sentence about the metric."""
-    difference = _deciding_loss(pair)
-    if difference is None:
+    if None in (pair.arm.final_loss.mean, pair.reference.final_loss.mean):
         return "", "open"
-    places = decimal_places(difference.mean, difference)
-    basis, direction = _basis(pair, difference, places, family, lower_is_better=True)
-    if direction == "open":
-        return ", train loss: no difference shown,", direction
-    period = f" {_late_period(pair)}" if pair.late_loss is not None else ""
-    return f", train loss{period} {distance(difference.mean, places)} ({basis}),", direction
+    mean, late = _mean(pair, by_loss=True), pair.late_loss
+    places = decimal_places(mean, pair.loss)
+    text = f"{_which_loss(pair)} {distance(mean, places)}"
+    if late is not None:
+        places = decimal_places(late.mean, late)
+        text += f"; {_late_period(pair)} the loss is {distance(late.mean, places)} on average"
+    basis, direction = _basis(pair, _deciding_loss(pair), places, family, lower_is_better=True)
+    return f"{text} ({basis})", direction
 
 
 def _control_verdict(check: ControlCheck, family: Family) -> Verdict | None:
