@@ -119,9 +119,9 @@ class Task:
         """Return the mean loss of a batch, and the state to carry into the next one."""
         return self.loss(model, *tensors), state
 
-    def whole_loss(self, model: nn.Module, *tensors: Tensor) -> float | None:
-        """Return the mean loss over all examples; None if they may be read in any order."""
-        return None
+    def whole_loss(self, model: nn.Module, *tensors: Tensor) -> float:
+        """Return the mean loss over all examples, if they have to be read one after another."""
+        raise NotImplementedError
 
     def linear_form(self, *tensors: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return (n, D) features, whose product with the parameters is the score, and (n,) targets.
@@ -150,14 +150,24 @@ def as_task(found: Any) -> Task:
     return task
 
 
+def overrides(task: Task, member: str) -> bool:
+    """Return whether a task has an optional member of its own.
+
+    >>> overrides(Classifier(), "prepare"), overrides(Classifier(), "augment")
+    (True, False)
+    """
+    own = getattr(task, member)
+    return getattr(own, "__func__", own) is not vars(Task).get(member)
+
+
 def augments(task: Task) -> bool:
     """Return whether a task can transform its examples at random."""
-    return getattr(task.augment, "__func__", None) is not Task.augment
+    return overrides(task, "augment")
 
 
 def carries_state(task: Task) -> bool:
     """Return whether a task carries a state from batch to batch."""
-    return getattr(task.carried_loss, "__func__", None) is not Task.carried_loss
+    return overrides(task, "carried_loss")
 
 
 class Classifier(Task):

@@ -20,6 +20,7 @@ from gradherd.lab.tasks.task import (
     augments,
     carries_state,
     check_loss,
+    overrides,
 )
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import BinnedSeries
@@ -235,16 +236,11 @@ def full_loss(
         world: The R ranks that share the work; all of them must call this.
         chunk: Examples evaluated at once.
     """
-    if carries_state(task):  # Its examples may have to be read one after another, by one rank.
-        found = task.whole_loss(model, *tensors) if not world.rank else 0.0
-        whole = torch.tensor(
-            [0.0 if found is None else found, float(found is None)],
-            dtype=torch.float64,
-            device=tensors[0].device,
-        )
-        value, missing = all_reduce(whole, world).value.tolist()
-        if not missing:
-            return finite_or_none(value)
+    if overrides(task, "whole_loss"):  # Its examples have to be read one after another.
+        whole = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+        if not world.rank:
+            whole.fill_(task.whole_loss(model, *tensors))
+        return finite_or_none(float(all_reduce(whole, world).value))
     chunks = list(zip(*(tensor.split(chunk) for tensor in tensors), strict=True))
     sums = torch.zeros(len(chunks), dtype=torch.float64, device=tensors[0].device)
     with eval_mode(model):
