@@ -10,7 +10,9 @@ CHANGES = {
     "order (CDGraB": {"policy": "d-rr"},
     "batch_size (4 on rank 0; 8 on rank 1)": {"batch": 8},
     "unit (4 on rank 0; 2 on rank 1)": {"unit": 2, "rows": "sketch"},
-    "rows (BatchRows() on rank 0; SketchRows(reduction=mean, batch_dim=None, size=512": {"rows": "sketch"},
+    "rows (BatchRows() on rank 0; SketchRows(reduction=mean, batch_dim=None, size=512": {
+        "rows": "sketch"
+    },
     "seed (0 on rank 0; 3 on rank 1)": {"seed": 3},
     "length of the data set (24 on rank 0; 28 on rank 1)": {"examples": 28},
 }

@@ -243,10 +243,8 @@ def _measure_cluster(params: float, workers: int, device: str) -> _Cluster | Non
     if params > _MAX_MEASURED_PARAMS:
         raise UsageError(f"--measure builds a model of {params:.3g} parameters: at most 4e9")
     # Here, not above: predictions do without torch.
-    import torch.distributed as dist
-
     from gradherd.advise.calibrate import measure_cluster
-    from gradherd.cli.launch import join_torchrun, measure_on_ranks
+    from gradherd.cli.launch import measure_on_ranks, torchrun_group
     from gradherd.cli.options import usable_device
     from gradherd.comm.world import World
     from gradherd.lab.ranks import RankError
@@ -262,13 +260,10 @@ def _measure_cluster(params: float, workers: int, device: str) -> _Cluster | Non
         except RankError as error:
             raise CommandFailed(error.reason) from None
     usable_device(device)
-    join_torchrun(device)
-    try:
+    with torchrun_group(device):
         world = World.detect()
         result = measure_cluster(int(params), device)
         return _as_cluster(world.size, result) if world.rank == 0 else None
-    finally:
-        dist.destroy_process_group()
 
 
 def _as_cluster(workers: int, measured: "LinkMeasurement") -> _Cluster:

@@ -46,12 +46,18 @@ def measure_on_ranks(fn: Callable[..., Any], workers: int, *args: Any) -> Any:
     return run_ranks(fn, workers, *args, timeout=_MEASUREMENT_DEADLINE)[0]
 
 
-def join_torchrun(device: str) -> None:
-    """Join the process group of torchrun, with one GPU or one CPU thread for this rank.
+@contextlib.contextmanager
+def torchrun_group(device: str) -> Iterator[None]:
+    """Be in torchrun's process group inside; joined and left once, however often it is entered.
+
+    Every rank gets one GPU or one CPU thread. Without torchrun nothing happens.
 
     Args:
         device: cpu (gloo) or cuda (nccl).
     """
+    if not under_torchrun() or dist.is_initialized():
+        yield
+        return
     if device.startswith("cuda"):
         # Before the group exists: NCCL binds a rank to the current device, and every rank would
         # otherwise take GPU 0.
@@ -60,19 +66,6 @@ def join_torchrun(device: str) -> None:
         # One thread, as on local ranks: sums over several threads would have other bits.
         torch.set_num_threads(1)
     join_torchrun_group("nccl" if device.startswith("cuda") else "gloo")
-
-
-@contextlib.contextmanager
-def torchrun_group(device: str) -> Iterator[None]:
-    """Be in torchrun's process group inside; joined and left once, however often it is entered.
-
-    Args:
-        device: cpu (gloo) or cuda (nccl).
-    """
-    if not under_torchrun() or dist.is_initialized():
-        yield
-        return
-    join_torchrun(device)
     try:
         yield
     finally:
@@ -108,11 +101,11 @@ def train_runs(
     job = (list(configs), out, options.data_dir, options.tensorboard, saving, quiet)
     try:
         if configs[0].virtual:
-            processes = min(processes, len(configs))
-            return _train_virtual(job) if processes == 1 else _train_shares(job, processes)
+            return _train_virtual(job, min(processes, len(configs)))
         if under_torchrun():
-            return _train_under_torchrun(job, configs[0].device)
-        return _train_locally(job, configs[0].workers)
+            with torchrun_group(configs[0].device):
+                return train_on_this_rank(*job)
+        return _on_processes(configs[0].workers, job)[0]
     except KeyboardInterrupt:
         # The record would otherwise say "running" for ever.
         mark_unfinished(out, "interrupted")
@@ -169,7 +162,10 @@ def raise_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _train_virtual(job: tuple[Any, ...]) -> list[RunRecord]:
+def _train_virtual(job: tuple[Any, ...], processes: int) -> list[RunRecord]:
+    if processes > 1:
+        shares = _on_processes(processes, job)
+        return [shares[at % processes][at // processes] for at in range(len(job[0]))]
     # One thread: small steps gain nothing from more, and results equal those of ranks to the bit.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -179,37 +175,11 @@ def _train_virtual(job: tuple[Any, ...]) -> list[RunRecord]:
         torch.set_num_threads(threads)
 
 
-def _train_shares(job: tuple[Any, ...], processes: int) -> list[RunRecord]:
-    """Train virtual runs in several processes; each takes every so many-th of them."""
-    shares = _on_processes(train_share, processes, job)
-    return [shares[at % processes][at // processes] for at in range(len(job[0]))]
-
-
-def train_share(
-    configs: list[RunConfig],
-    out: Path,
-    data_dir: Path | None,
-    tensorboard: bool,
-    saving: CheckpointOptions | None,
-    quiet: bool,
-) -> list[RunRecord]:
-    """Train this process's share of virtual runs, those of all processes being `configs`."""
-    world = World.detect()
-    share, quiet = configs[world.rank :: world.size], quiet or world.rank > 0
-    return train_on_this_rank(share, out, data_dir, tensorboard, saving, quiet)
-
-
-def _train_locally(job: tuple[Any, ...], workers: int) -> list[RunRecord]:
-    return _on_processes(train_on_this_rank, workers, job)[0]
-
-
-def _on_processes(
-    fn: Callable[..., list[RunRecord]], count: int, job: tuple[Any, ...]
-) -> list[list[RunRecord]]:
+def _on_processes(count: int, job: tuple[Any, ...]) -> list[list[RunRecord]]:
     saving = job[4]
     try:
         return run_ranks(
-            fn,
+            train_on_this_rank,
             count,
             *job,
             timeout=_TRAINING_DEADLINE,
@@ -226,11 +196,6 @@ def _on_processes(
         raise CommandFailed(error.reason) from None
 
 
-def _train_under_torchrun(job: tuple[Any, ...], device: str) -> list[RunRecord]:
-    with torchrun_group(device):
-        return train_on_this_rank(*job)
-
-
 def train_on_this_rank(
     configs: list[RunConfig],
     out: Path,
@@ -239,7 +204,7 @@ def train_on_this_rank(
     saving: CheckpointOptions | None,
     quiet: bool = False,
 ) -> list[RunRecord]:
-    """Train all runs on this rank, together with the other ranks.
+    """Train all runs on this rank, together with the other ranks; of virtual runs its share.
 
     Args:
         configs: Settings of the runs, the same on all ranks.
@@ -250,11 +215,14 @@ def train_on_this_rank(
         quiet: Show no progress.
 
     Returns:
-        The records, in the order of `configs`.
+        The records of the runs that this rank has trained, in the order of `configs`.
     """
-    # A virtual run is one process even where variables of a launcher are left in the environment.
-    world = World.single() if configs[0].virtual else World.detect()
-    with ProgressBar(quiet=quiet or world.rank > 0) as bar:
+    # Variables that a launcher has left in the environment mean nothing: a group does.
+    world = World.detect() if dist.is_initialized() else World.single()
+    quiet = quiet or world.rank > 0
+    if configs[0].virtual:
+        configs, world = configs[world.rank :: world.size], World.single()
+    with ProgressBar(quiet=quiet) as bar:
         return run_all(
             configs,
             world,

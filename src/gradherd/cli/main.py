@@ -16,7 +16,7 @@ from gradherd.cli.parser import Command, parse, terminal_width, wrap
 
 # Modules by name, not classes: one --help imports one of them.
 COMMANDS = {
-    "demo": ("demo:DemoCommand", "see both halves at work in three minutes, with an HTML report"),
+    "demo": ("demo:DemoCommand", "see both halves at work in a minute, with an HTML report"),
     "train": ("train:TrainCommand", "train a task once and record every epoch"),
     "compare": ("compare:CompareCommand", "compare orders or sparsifiers on one task over seeds"),
     "study": ("study:StudyCommand", "run all arms and seeds of a study file; keep the results"),

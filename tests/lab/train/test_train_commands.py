@@ -80,8 +80,8 @@ def test_tuning_under_torchrun_joins_its_group_once(capsys, tmp_path, monkeypatc
         "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": 0,
     }.items():  # fmt: skip
         monkeypatch.setenv(name, str(value))
-    joined, join = [], launch.join_torchrun
-    monkeypatch.setattr(launch, "join_torchrun", lambda device: (joined.append(1), join(device)))
+    joined, join = [], launch.join_torchrun_group
+    monkeypatch.setattr(launch, "join_torchrun_group", lambda name: (joined.append(1), join(name)))
     args = ["compare", "digits", "--orders", "d-rr,grab", "--tune", "lr=0.1,0.2", "--epochs", 1]
     code, told, _ = run(
         capsys, *args, "--limit", 24, "--seeds", 1, "--out", tmp_path / "a", "--json"
