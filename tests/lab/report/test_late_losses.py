@@ -78,8 +78,8 @@ def test_gain_that_lasts_is_shown_though_the_last_epoch_shows_nothing():
             "bytes; final loss 0.1 lower; over the last 2 epochs the loss is 1.0 lower on average "
             "(95 % interval \u22121.2 to \u22120.8, 3 seeds, paired p = 0.0033, "
             "corrected p = 0.0066: better); test accuracy (%) 92.94 vs 92.99 (difference "
-            "\u22120.05, 95 % interval \u22120.27 to +0.16, 3 seeds, paired p = 0.40: no difference "
-            "shown).",
+            "\u22120.05, 95 % interval \u22120.27 to +0.16, 3 seeds, paired p = 0.40: no "
+            "difference shown).",
         )
     ]
     name, (_, cell) = loss_column(records)
