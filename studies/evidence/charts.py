@@ -25,10 +25,10 @@ from gradherd.lab.report.svg import (
     svg_head,
     svg_text,
 )
-from gradherd.lab.study.file import Arm, Study, check_known, from_table, has_type
+from gradherd.lab.study.file import Arm, Study, from_table, has_type
 from gradherd.lab.study.kinds import kind_of, method_names
 from gradherd.lab.study.results import RunResult
-from gradherd.lab.text import printable, significant
+from gradherd.lab.text import check_known, printable, significant
 
 Results = Mapping[str, Sequence[RunResult]]
 """Results by arm."""

@@ -14,7 +14,7 @@ from gradherd.lab.bench.bench_balancing import bench_coordination, bench_signs
 from gradherd.lab.bench.bench_step import bench_step
 from gradherd.lab.bench.bench_virtual import LEAST_STEPS, bench_virtual
 from gradherd.lab.ranks import run_ranks
-from gradherd.lab.study.file import Study, check_known
+from gradherd.lab.study.file import Study
 from gradherd.lab.study.kinds import (
     NUMBER,
     PlannedRun,
@@ -25,6 +25,7 @@ from gradherd.lab.study.kinds import (
     check_settings,
     refuse_task,
 )
+from gradherd.lab.text import check_known
 
 CASES: Mapping[str, tuple[str, ...]] = {
     "coordination": ("workers", "dim", "repeats"),

@@ -5,6 +5,7 @@ a table, on a page and on the terminal, and one sanitiser guards all of them.
 """
 
 import math
+from collections.abc import Collection
 
 MINUS = "\N{MINUS SIGN}"
 
@@ -168,3 +169,18 @@ def counted(count: int, noun: str) -> str:
     ('1 seed', '3 seeds')
     """
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def check_known(what: str, name: str, allowed: Collection[str]) -> None:
+    """Raise ValueError if a name is not one of those allowed.
+
+    >>> check_known("arm", "d-rr", ["d-rr, 4 workers", "d-rr, 8 workers"])
+    Traceback (most recent call last):
+        ...
+    ValueError: unknown arm 'd-rr'; known are 'd-rr, 4 workers', 'd-rr, 8 workers'
+    """
+    if name not in allowed:
+        # Names of arms contain commas; without quotes the list could not be read.
+        quoted = any(", " in one for one in allowed)
+        known = ", ".join(repr(one) if quoted else one for one in allowed)
+        raise ValueError(f"unknown {what} {name!r}; known are {known}")

@@ -10,8 +10,9 @@ from operator import attrgetter
 from gradherd.lab.report.arms import late_epochs, values_at
 from gradherd.lab.report.comparison import first_at_or_below
 from gradherd.lab.report.stats import finite, mean_std
-from gradherd.lab.study.file import PAIRED, Study, check_known
+from gradherd.lab.study.file import PAIRED, Study
 from gradherd.lab.study.results import RunResult
+from gradherd.lab.text import check_known
 from gradherd.lab.train.record import RunRecord
 
 BySeed = Mapping[int, float | None]
@@ -154,8 +155,7 @@ def measure_runs(
     if name == "density_off":
         return {run.seed: _density_off(run, end) for run in runs}
     field = name.removeprefix("late_")
-    if field not in EPOCH_FIELDS:
-        raise ValueError(f"unknown measure {name!r}; known are {', '.join(MEASURES)}")
+    check_known("measure", name, MEASURES)
     # Runs of fewer than four epochs have no late half: their last epoch stands in.
     epochs = (late_epochs(end) or [end]) if name.startswith("late_") else [end]
     by_epoch = [values_at(runs, one, attrgetter(field)) for one in epochs]
@@ -221,8 +221,7 @@ def _from_summary(name: str, results: Sequence[RunResult]) -> dict[int, float | 
     values = {}
     for one in results:
         summary = one.figures["summary"]
-        if name not in summary:
-            raise ValueError(f"unknown measure {name!r}; known are {', '.join(summary)}")
+        check_known("measure", name, summary)
         # A figure that is not finite counts as none: no mean may hide it.
         values[one.seed] = finite(summary[name])
     return values

@@ -17,7 +17,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin
 
 from gradherd.lab.study.results import result_path
-from gradherd.lab.text import printable
+from gradherd.lab.text import check_known, printable
 from gradherd.lab.train.record import read_bounded_text
 
 TESTS = ("less", "greater", "no-worse", "at-most", "at-least")
@@ -320,21 +320,6 @@ def _type_words(expected: Any) -> str:
         count = "any length" if rest == [...] else f"length {1 + len(rest)}"
         return f"a list of {count}, each {_TYPE_WORDS[item]}"
     return _TYPE_WORDS.get(expected, "a table")
-
-
-def check_known(what: str, name: str, allowed: Sequence[str]) -> None:
-    """Raise ValueError if a name is not one of those allowed.
-
-    >>> check_known("arm", "d-rr", ["d-rr, 4 workers", "d-rr, 8 workers"])
-    Traceback (most recent call last):
-        ...
-    ValueError: unknown arm 'd-rr'; known are 'd-rr, 4 workers', 'd-rr, 8 workers'
-    """
-    if name not in allowed:
-        # Names of arms contain commas; without quotes the list could not be read.
-        quoted = any(", " in one for one in allowed)
-        known = ", ".join(repr(one) if quoted else one for one in allowed)
-        raise ValueError(f"unknown {what} {name!r}; known are {known}")
 
 
 def expand_arms(groups: Sequence[Mapping[str, Any]]) -> tuple[Arm, ...]:

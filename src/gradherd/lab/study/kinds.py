@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 import torch
 
 from gradherd.comm.world import World
-from gradherd.lab.study.file import Study, check_known
+from gradherd.lab.study.file import Study
 from gradherd.lab.study.results import describe_run, to_columns
 from gradherd.lab.tasks.registry import find_task, import_file
 from gradherd.lab.tasks.task import load_split
+from gradherd.lab.text import check_known
 from gradherd.lab.train.config import RunConfig, run_settings
 from gradherd.lab.train.loop import Progress
 from gradherd.lab.train.runner import check_suitable, run_all
@@ -291,7 +292,7 @@ def check_settings(
     {'rounds': 15, 'dim': 16}
     """
     for name, value in given.items():
-        check_known("setting", name, tuple(keys))
+        check_known("setting", name, keys)
         # Types are checked here, before a task or a benchmark fails on them in words of its own.
         types = keys[name] if isinstance(keys[name], tuple) else (keys[name],)
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):

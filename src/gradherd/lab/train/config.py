@@ -35,6 +35,7 @@ from typing import (
 )
 
 from gradherd.lab.tasks.defaults import Defaults, Hyperparameters
+from gradherd.lab.text import check_known
 from gradherd.lab.train import POWERSGD, ROWS, exchange_names
 from gradherd.ordering.registry import POLICIES
 
@@ -88,13 +89,13 @@ class RunConfig(Hyperparameters):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_known("order", self.order, tuple(POLICIES))
-        _check_known("sparsify", self.sparsify, exchange_names())
-        _check_known("rows", self.rows, ROWS)
+        check_known("order", self.order, tuple(POLICIES))
+        check_known("sparsify", self.sparsify, exchange_names())
+        check_known("rows", self.rows, ROWS)
         for one in run_settings().values():
             # Literal is checked by mypy only.
             if one.choices and (value := getattr(self, one.name)) is not None:
-                _check_known(one.name, value, one.choices)
+                check_known(one.name, value, one.choices)
         for name in ("sketch_size", "limit", "local_steps"):
             if (count := getattr(self, name)) is not None and count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
@@ -408,8 +409,3 @@ def _check_json(method: Mapping[str, Any]) -> None:
         json.dumps(method, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"method must be a dict of JSON values, got {method}: {error}") from None
-
-
-def _check_known(what: str, name: str, known: tuple[str, ...]) -> None:
-    if name not in known:
-        raise ValueError(f"unknown {what} {name!r}; known are {', '.join(known)}")
