@@ -10,6 +10,7 @@ from gradherd.cli.options import TrainingOptions
 from gradherd.lab.study.kinds import CompareStudy
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Defaults
+from gradherd.lab.train import config
 from gradherd.lab.train.config import RunConfig, plan_runs, run_settings
 from gradherd.lab.train.virtual_order import row_settings
 from gradherd.rows.settings import SketchRows
@@ -117,6 +118,15 @@ def test_one_schema_has_every_setting_of_tasks_studies_and_the_command_line():
     assert options == fields - own
     assert CompareStudy.keys["lr"] == (int, float)
     assert all(one.help.endswith((".", "defaults.")) for one in run_settings().values())
+
+
+def test_settings_without_a_source_have_no_text(monkeypatch):
+    def gone(cls):
+        raise OSError("could not get source code")
+
+    monkeypatch.setattr(config.inspect, "getsource", gone)
+    found = config.run_settings.__wrapped__()
+    assert list(found) == list(run_settings()) and {one.help for one in found.values()} == {""}
 
 
 def test_options_of_the_command_line_become_settings():

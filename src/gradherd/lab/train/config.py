@@ -386,14 +386,17 @@ by_task=True, help='Optimizer.')
         types = (int, float) if kind is float else (kind,)
         default = None if field.default is dataclasses.MISSING else field.default
         settings[field.name] = RunSetting(
-            field.name, types, choices, default, field.name in by_task, texts[field.name]
+            field.name, types, choices, default, field.name in by_task, texts.get(field.name, "")
         )
     return settings
 
 
 def _field_texts(cls: type) -> dict[str, str]:
     """Return the text below each field of a class, read from its source."""
-    (tree,) = ast.parse(inspect.getsource(cls)).body
+    try:
+        (tree,) = ast.parse(inspect.getsource(cls)).body
+    except OSError:  # A frozen program has no source: its options have no text.
+        return {}
     assert isinstance(tree, ast.ClassDef)
     texts = {}
     for field, below in zip(tree.body, tree.body[1:], strict=False):
