@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import io
+import json
 import pkgutil
 import re
 import shlex
@@ -13,6 +14,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from benchmarks import few_bytes_page
 
 import gradherd
 from gradherd.cli.main import COMMANDS, main
@@ -221,6 +223,13 @@ def test_the_first_page_of_all_is_short_and_its_figures_are_those_of_the_evidenc
     for figure, page in linked:
         shown = rf"(?<![\d.]){re.escape(figure)}(?![\d.]*\d)"
         assert re.search(shown, figures_of(page)), (figure, page)
+
+
+def test_the_table_of_few_bytes_is_that_of_its_record():
+    record = json.loads((ROOT / "benchmarks/results/2026-11-18-few-bytes-h200.json").read_text())
+    arms = few_bytes_page.by_arm(record["runs"])
+    assert few_bytes_page.table(arms) in figures_of("docs/few_bytes.md")
+    assert (ROOT / "docs/images/few-bytes.svg").read_text() == few_bytes_page.picture(arms)
 
 
 def figures_of(page: str) -> str:
