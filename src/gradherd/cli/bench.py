@@ -174,7 +174,7 @@ class BenchSparsifyCommand(_BenchCommand):
         from gradherd.lab.bench.bench_sparsify import (
             bench_exchange,
             bench_hook,
-            bench_select_on_one_core,
+            bench_select,
             one_rank,
         )
 
@@ -183,7 +183,7 @@ class BenchSparsifyCommand(_BenchCommand):
         rows: Rows = []
         for dim in dims:
             with counted_loop(1, "sizes") as advance:
-                rows += bench_select_on_one_core(dim, self.density, device)
+                rows += bench_select(dim, self.density, device)
                 with one_rank(device):
                     rows += bench_hook(dim, self.density, device, self.repeats)
                 advance()

@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.table import Column
 
 from gradherd.lab.study.kinds import PlannedRun, StudyProgress
-from gradherd.lab.text import printable
+from gradherd.lab.text import in_seconds, printable
 from gradherd.lab.train.config import RunConfig
 
 _FIRST_LINE = 10.0
@@ -137,7 +137,7 @@ class ProgressBar(StudyProgress):
             # No total yet: steps are known only once the data are loaded.
             "" if task.total is None else f"{task.percentage:.0f} %",
             task.fields["loss"],
-            "" if left is None else f"{duration(left)} left",
+            "" if left is None else f"{in_seconds(left)} left",
         ]
         print(f"gradherd: {printable(', '.join(filter(None, parts)))}", file=sys.stderr, flush=True)
 
@@ -177,17 +177,6 @@ def counted_loop(total: int, unit: str) -> Iterator[Callable[[], None]]:
     with ProgressBar(quiet=is_quiet(False)) as bar:
         bar.begin_loop(total, unit)
         yield bar.step
-
-
-def duration(seconds: float) -> str:
-    """Return a time for people.
-
-    >>> duration(49), duration(150), duration(7300)
-    ('49 s', '2.5 min', '2.0 h')
-    """
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _run_name(config: RunConfig) -> str:

@@ -55,20 +55,10 @@ _BLOCK = 10  # steps timed together: one alone is shorter than the host's own ji
 _WARMUP_STEPS = 25  # until kernels are compiled, graphs captured and residuals filled
 
 
-def bench_select_on_one_core(
-    dim: int, density: float, device: torch.device
-) -> list[dict[str, Any]]:
-    """Run `bench_select` with one thread: a local rank has one core as well, so rows compare."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return bench_select(dim, density, device)
-    finally:
-        torch.set_num_threads(threads)
-
-
 def bench_select(dim: int, density: float, device: torch.device) -> list[dict[str, Any]]:
     """Measure what a rank does with its own vector before anything is sent.
+
+    With one thread: a local rank has one core as well, so that rows compare.
 
     Args:
         dim: Elements of the vector.
@@ -130,12 +120,15 @@ def bench_select(dim: int, density: float, device: torch.device) -> list[dict[st
     cases["fused"] = one_pass if device.type == "cuda" else fused
     seconds: dict[str, float] = {}
     peaks: dict[str, int | None] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     for name, case in cases.items():
         seconds[name] = median_seconds(case, device, setup=reset)
         reset()
         with PeakMemory(device) as peak:
             case()
         peaks[name] = peak.bytes
+    torch.set_num_threads(threads)
     rows = make_rows(seconds, peaks, workers=1, dim=dim, sent=dict.fromkeys(cases, 0))
     for row in rows:
         # A copy reads and writes one vector, the others two.
