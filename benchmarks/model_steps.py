@@ -304,7 +304,7 @@ def _fidelities(training: ModelTraining, cases: tuple[str, ...]) -> dict[str, fl
         training.loss(training.inputs, training.targets).backward()
         rows = source.take(training.batch, 1.0).double()
         result[case] = correlation(rows @ rows.T, exact)
-        source.close()
+        source.remove_hooks()
     return result
 
 

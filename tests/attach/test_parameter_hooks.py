@@ -67,7 +67,7 @@ def test_a_regular_loop_has_one_hook(sources):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
         model.zero_grad(set_to_none=step % 2 == 0)
         assert not at_end.waiting
-    at_end.close()
+    at_end.remove_hooks()
     assert not hooks(model)
 
 
@@ -176,5 +176,5 @@ def test_one_hook_spares_autograd_the_others(monkeypatch):
         source.take(2, 1.0)
     # Even an empty dict would make autograd call Python for every gradient.
     assert sum(p._backward_hooks is not None for p in model.parameters()) == 1
-    source.close()
+    source.remove_hooks()
     assert all(p._backward_hooks is None for p in model.parameters())

@@ -105,7 +105,7 @@ def test_hashes_are_gone_when_nothing_is_attached(unit: int) -> None:
         source = make_row_source(model, SketchRows(size=32, seed=seed), unit, 20)
         model(x).mean().backward()
         source.take(20, 1.0)
-        source.close()
+        source.remove_hooks()
 
     step(0)
     before = tensors()

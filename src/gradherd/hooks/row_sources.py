@@ -19,7 +19,7 @@ from gradherd.flat import FlatSpec
 from gradherd.hooks.fsdp_torch import fsdp_modules
 from gradherd.hooks.parameter_hooks import HookSaver, ParameterHooks, gradient_registrar
 from gradherd.hooks.torch_names import call_after_backward
-from gradherd.rows.capture import Capture
+from gradherd.rows.capture import LOOK_CLOSER, Capture
 from gradherd.rows.parameter_owners import unwrap_model
 from gradherd.rows.settings import BatchRows, ExactRows, RowSettings, SketchRows, TwoSidedRows
 from gradherd.rows.sketch import CountSketch, has_kernels
@@ -28,7 +28,7 @@ from gradherd.rows.torch_names import current_backward
 if TYPE_CHECKING:
     from gradherd.rows.triton_sketches import GradientSketcher
 
-CHECK_FAILED = 2
+CHECK_FAILED = LOOK_CLOSER + 1
 """Stands for every parameter in the mask of a rank whose check raised an error."""
 # Elsewhere a copy for each parameter costs little, and adds without rounding.
 AT_END_DEVICES = {"cuda"}
@@ -63,12 +63,8 @@ class RowSource(ABC):
     def stepped_in_backward(self) -> None:
         """Note that an optimizer steps before the backward is over."""
 
-    def check(self, examples: int) -> Tensor | None:
-        """Check the rows that wait, if a check is due.
-
-        Returns:
-            A byte for each parameter, 1 if it has to be left out; None if no check is due.
-        """
+    def check_bitmask(self, examples: int) -> Tensor | None:
+        """Check the rows that wait, if a check is due; see `Capture.check_bitmask`."""
         return None
 
     def failed_check(self) -> Tensor:
@@ -78,20 +74,21 @@ class RowSource(ABC):
     def leave_out(self, mask: Tensor) -> None:
         """Leave out the parameters that any rank has to leave out, from the rows that wait on."""
 
-    def left_out(self) -> list[str]:
-        """Return the names of parameters that rows leave out."""
-        return []
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Names of the parameters that rows leave out, with the reason."""
+        return {}
 
     def restart_checks(self) -> None:
         """Check the next batches as if they were the first."""
 
     @abstractmethod
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop the last backward."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Remove the hooks."""
+    def remove_hooks(self) -> None:
+        """Leave the model as it was."""
 
 
 def _sketcher_for(
@@ -215,7 +212,7 @@ class BatchGradientSource(RowSource):
         if (self._at_end and not self._saver.all_noticed(self._grads())) or self._spoiled:
             # Not a number: the batch is left out, as one that has overflowed.
             row = torch.full_like(row, torch.nan)
-        self.forget()
+        self.clear()
         self._taken = True
         if loss_scale != 1:
             row /= loss_scale
@@ -231,18 +228,18 @@ class BatchGradientSource(RowSource):
             self._at_end, self._hooks.once, self._spoiled = False, None, True
             self._saver.give_up()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop the last gradient."""
         self._row = self._before = None
         self._befores.clear()
         self._spoiled = False
 
-    def close(self) -> None:
+    def remove_hooks(self) -> None:
         """Remove the hooks."""
         self._hooks.remove()
 
 
-class ExampleRowSource(RowSource):
+class ExampleRowSource(Capture, RowSource):
     """The gradient of every example, read off the layers: exact, or a sketch."""
 
     def __init__(
@@ -252,63 +249,22 @@ class ExampleRowSource(RowSource):
         unit: int,
         batch_size: int,
     ) -> None:
-        self._settings = settings
-        self._unit = unit
         bare = unwrap_model(model)
         sharded = gradient_registrar(bare) if fsdp_modules(bare) else None
-        self._capture = Capture(model, settings, batch_size=batch_size, sharded=sharded)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether gradients have arrived."""
-        return self._capture.waiting
+        super().__init__(model, settings, batch_size=batch_size, sharded=sharded)
+        self._unit, self._reduction = unit, settings.reduction
 
     def take(self, examples: int, loss_scale: float) -> Tensor:
         """Return a row for each unit of the batch."""
-        single = self._capture.pop_rows(
-            examples, reduction=self._settings.reduction, loss_scale=loss_scale
-        )
+        single = self.pop_rows(examples, reduction=self._reduction, loss_scale=loss_scale)
         if self._unit == 1:
             return single
         # A unit is ordered by the mean gradient of its examples.
         return single.view(len(single) // self._unit, self._unit, -1).mean(1)
 
-    def on_backward(self, began: Callable[[], None]) -> None:
-        """Call `began` before the first gradient of each backward."""
-        self._capture.on_backward(began)
-
-    def check(self, examples: int) -> Tensor | None:
-        """Compare the rows that wait with the gradient of the batch, if a check is due."""
-        return self._capture.check_bitmask(examples)
-
     def failed_check(self) -> Tensor:
         """Return the mask of a rank whose check raised an error."""
-        return torch.full((len(self._capture.spec.names),), CHECK_FAILED, dtype=torch.uint8)
-
-    def leave_out(self, mask: Tensor) -> None:
-        """Leave out the parameters whose byte is not 0."""
-        self._capture.leave_out(mask)
-
-    def left_out(self) -> list[str]:
-        """Return the names of parameters that rows leave out."""
-        return list(self._capture.left_out)
-
-    @property
-    def seconds_in_backward(self) -> float:
-        """Seconds spent on rows inside backwards."""
-        return self._capture.seconds_in_backward
-
-    def restart_checks(self) -> None:
-        """Check the next batches as if they were the first."""
-        self._capture.restart_checks()
-
-    def forget(self) -> None:
-        """Drop the gradients of the last backward."""
-        self._capture.clear()
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        self._capture.remove_hooks()
+        return torch.full((len(self.spec.names),), CHECK_FAILED, dtype=torch.uint8)
 
 
 def make_row_source(

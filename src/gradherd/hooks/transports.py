@@ -198,14 +198,14 @@ class GatheringTransport(RowTransport):
         if self._epoch_gatherer is None and not self._alone:
             comparison = self._in_step.compare(claim, self._side)
             if not comparison.same:
-                self._source.forget()
+                self._source.clear()
                 # Ranks will come to the end of the epoch at different steps, so what waits must
                 # be sent here, where all of them are.
                 self._gatherer.flush()
                 self._in_step.pass_over(claim, comparison)
                 return
         if claim is None:
-            self._source.forget()
+            self._source.clear()
             return
         self._check(claim)
         rows = self._source.take(claim.examples, loss_scale)
@@ -233,7 +233,7 @@ class GatheringTransport(RowTransport):
         try:
             # Compares the mean of the rows with the gradient of the batch, so it comes before they
             # are taken.
-            mask = self._source.check(claim.examples)
+            mask = self._source.check_bitmask(claim.examples)
         except Exception as raised:
             if self._alone:
                 raise
@@ -246,7 +246,7 @@ class GatheringTransport(RowTransport):
             raise error
         failed = [rank for rank, one in enumerate(masks.tolist()) if CHECK_FAILED in one]
         if failed:
-            self._source.forget()
+            self._source.clear()
             raise RuntimeError(
                 f"rows could not be read on {'rank' if len(failed) == 1 else 'ranks'} "
                 f"{', '.join(map(str, failed))}, which raised an error of its own"
@@ -265,7 +265,7 @@ class GatheringTransport(RowTransport):
 
     def metrics(self) -> dict[str, Any]:
         """Return the parameters that rows leave out, and the time rows took in backwards."""
-        left_out = self._source.left_out()
+        left_out = list(self._source.left_out)
         seconds = {"seconds_in_backward": self._source.seconds_in_backward}
         return seconds | ({"rows_left_out": left_out} if left_out else {})
 
@@ -295,9 +295,9 @@ class GatheringTransport(RowTransport):
 
     def forget(self) -> None:
         """Drop the backward that is waiting."""
-        self._source.forget()
+        self._source.clear()
 
     def close(self) -> None:
         """Remove the hooks."""
-        self._source.close()
+        self._source.remove_hooks()
         self._side.close_side_channel()

@@ -306,4 +306,4 @@ class VirtualTrainer:
         """Detach from the models and free the graphs."""
         self._graphed = None  # Its graphs hold GPU memory.
         for rows in self._rows:
-            rows.close()
+            rows.remove_hooks()
