@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradherd.rows.capture import Capture
 from gradherd.rows.row_check import FIRST_CHECKS
-from gradherd.rows.settings import SketchRows, TwoSidedRows
+from gradherd.rows.settings import ExactRows, SketchRows, TwoSidedRows
 from tests.rows.reference import loop_over_examples, mapped
 from tests.rows.test_sink import SIZE, Shared, check, check_sizes, is_close, small
 from tests.rows.zoo import BATCH, Case
@@ -350,3 +350,28 @@ def test_parameters_frozen_later_have_no_rows() -> None:
         assert is_close(rows, mapped(capture, expected))
     model.requires_grad_(False)
     assert not model(x).requires_grad
+
+
+@pytest.mark.parametrize("settings", [ExactRows(), TwoSidedRows(size=SIZE)], ids=["exact", "two"])
+def test_rows_of_a_backward_that_runs_survive_the_pop_of_the_one_before(settings) -> None:
+    """As in loops that step after several batches: the next backward feeds back the last batch."""
+    torch.manual_seed(0)
+    model, (x, y) = small().double(), torch.randn(2, BATCH, 3, 6, dtype=torch.float64)
+
+    def read(*, late: bool) -> list[Tensor]:
+        capture, found = Capture(model, settings, batch_size=BATCH), []
+        if late:
+            capture.on_backward(
+                lambda: found.append(capture.pop_rows(BATCH)) if capture.waiting else None
+            )
+        for batch in (x, y[:, :2], x, y, x):
+            model(batch).square().mean().backward()
+            if not late:
+                found.append(capture.pop_rows(BATCH))
+        if late:
+            found.append(capture.pop_rows(BATCH))
+        capture.remove_hooks()
+        return found
+
+    for late, early in zip(read(late=True), read(late=False), strict=True):
+        torch.testing.assert_close(late, early)

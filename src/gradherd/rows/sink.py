@@ -228,7 +228,6 @@ class SinkPool:
         Return, to the first who comes, zeros that are to be handed to autograd, so that it tells
         the sink when all have run.
         """
-        self.sizes.add(len(columns))
         key = (current_backward(), id(sink))
         waiting = self._waiting.get(key)
         if waiting is not None:
@@ -241,7 +240,7 @@ class SinkPool:
     def _arrive(self, key: str, sink: Tensor) -> None:
         rows, sink.grad = sink.grad, None
         assert rows is not None
-        self.on_arrival()
+        self.on_arrival()  # may have the rows of an earlier backward taken
         # What waits here; the gradient itself is what compiled layers have handed over, on top of
         # the zeros from `wait`.
         waiting = self._waiting.pop((current_backward(), id(sink)), None)
@@ -249,6 +248,7 @@ class SinkPool:
         if waiting is None:
             sums = rows.clone()  # a graph of CUDA writes its next results to the same place
         else:
+            self.sizes |= waiting.sizes
             with torch.no_grad():
                 sums = waiting.rows(sink)
             if rows.data_ptr() != sink.data_ptr():
@@ -279,9 +279,10 @@ class SinkPool:
         return batch if self.recorded is not None or batch <= self.examples else None
 
     def clear(self) -> None:
-        """Forget what has arrived."""
+        """Forget what has arrived, but not what waits for the end of the backward that runs."""
         self.arrived, self.sizes, self.strangers, self.dtypes = {}, set(), {}, set()
-        self._waiting, self.differentiated = {}, False
+        self.differentiated, task = False, current_backward()
+        self._waiting = {key: one for key, one in self._waiting.items() if key[0] == task}
 
 
 def _arrive_at(arrive: "WeakMethod[Callable[[str, Tensor], None]]", key: str, sink: Tensor) -> None:
@@ -297,6 +298,8 @@ class WaitingColumns:
         self._columns: dict[Any, tuple[list[Map], list[Tensor]]] = {}
         self._elements = 0
         self._sums: list[Tensor] = []
+        self.sizes: set[int] = set()
+        """Numbers of examples of the columns."""
 
     def add(self, one: Map, columns: Tensor) -> None:
         """Let columns of a map wait."""
@@ -304,6 +307,7 @@ class WaitingColumns:
         maps, waiting = self._columns.setdefault(alike, ([], []))
         maps.append(one)
         waiting.append(columns)
+        self.sizes.add(len(columns))
         self._elements += columns.numel()
         if self._elements > MOST_WAITING:
             self._finish()
