@@ -11,68 +11,73 @@ import os
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from gradherd.lab.text import printable
 
-_TEXT_FIELDS = ("task", "description", "order", "sparsify", "metric_name", "started", "status")
-_COUNT_FIELDS = ("seed", "parameters", "train_examples", "test_examples")
-_OPTIONAL_FIELDS = ("train_loss", "metric", "padding", "residual_norm", "herding_bound")
-_NON_FINITE_FIELDS = ("train_loss", "metric")
 _MAX_VALUE = 1e100
 """Largest number; squares and sums of these stay finite."""
 _MAX_DEPTH = 16
 """Nesting of lists and mappings in a setting; the ones we write have two levels."""
+_NON_FINITE_FIELDS = ("train_loss", "metric")
+_WORDS = {str: "text", bool: "true or false", int: "an integer", float: "a number"}
+_WORDS |= {dict: "a mapping", list: "a list of numbers"}
 
 
-def find_problem(record: Any) -> str | None:
-    """Return what is wrong with the values of a RunRecord, or None."""
-    for name in _TEXT_FIELDS:
-        if not isinstance(value := getattr(record, name), str):
-            return f"{name} is {short_repr(value)}, not text"
-    for name in ("config", "versions", "hardware"):
-        if not isinstance(value := getattr(record, name), dict):
-            return f"{name} is {short_repr(value)}, not a mapping"
-        if (problem := _nested_problem(value)) is not None:
+def find_problem(record: "RunRecord") -> str | None:
+    """Return what is wrong with the values of a record, by the types of its fields, or None."""
+    for name, hint in _types(RunRecord).items():
+        value = getattr(record, name)
+        if name == "density_by_step":
+            if not isinstance(value, list):
+                return "density_by_step is not a list"
+            for point in value:
+                if not isinstance(point, dict) or not all(map(is_number, point.values())):
+                    return f"density_by_step holds {short_repr(point)}"
+        elif name != "epochs" and not _fits(value, hint):
+            return f"{name} is {short_repr(value)}, not {_words(hint)}"
+        elif isinstance(value, dict) and (problem := _nested_problem(value)) is not None:
             return f"{name} holds {problem}"
-    for name in _COUNT_FIELDS:
-        value = getattr(record, name)
-        # Bounded: JSON has integers of any length, tables and charts do not.
-        if not isinstance(value, int) or abs(value) >= 2**63:
-            return f"{name} is {short_repr(value)}, not an integer"
-    if not isinstance(record.higher_is_better, bool):
-        return f"higher_is_better is {short_repr(record.higher_is_better)}, neither true nor false"
-    for name in ("density", "start_loss", "start_metric"):
-        value = getattr(record, name)
-        if value is not None and not is_number(value):
-            return f"{name} is {short_repr(value)}, not a number"
     for position, row in enumerate(record.epochs, 1):
-        if (problem := _row_problem(row, position)) is not None:
-            return f"epoch {position}: {problem}"
-    if not isinstance(record.density_by_step, list):
-        return "density_by_step is not a list"
-    for point in record.density_by_step:
-        if not isinstance(point, dict) or not all(map(is_number, point.values())):
-            return f"density_by_step holds {short_repr(point)}"
+        if row.epoch != position:
+            return f"epoch {position}: epoch is {short_repr(row.epoch)}"
+        for name, hint in _types(EpochRow).items():
+            value = getattr(row, name)
+            if name in _NON_FINITE_FIELDS and isinstance(value, float) and not math.isfinite(value):
+                continue  # The run has diverged: a result, not damage.
+            # Counts may have been averaged.
+            if not _fits(value, float if hint is int else hint):
+                return f"epoch {position}: {name} is {short_repr(value)}, not {_words(hint)}"
     return None
 
 
-def _row_problem(row: Any, position: int) -> str | None:
-    if row.epoch != position:
-        return f"epoch is {short_repr(row.epoch)}"
-    for name in (f.name for f in dataclasses.fields(row)):
-        value = getattr(row, name)
-        if name == "load":
-            if value is not None and not (isinstance(value, list) and all(map(is_number, value))):
-                return f"load is {short_repr(value)}"
-        elif value is None and name in _OPTIONAL_FIELDS:
-            continue
-        elif name in _NON_FINITE_FIELDS and isinstance(value, float) and not math.isfinite(value):
-            continue  # The run has diverged: a result, not damage.
-        elif not is_number(value):
-            return f"{name} is {short_repr(value)}, not a number"
-    return None
+_types = cache(get_type_hints)  # of each class, once for all records
+
+
+@cache
+def _kinds(hint: Any) -> tuple[Any, bool]:
+    """Return the class of a field's values, and whether there may be none."""
+    options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return get_origin(options[0]) or options[0], NoneType in options
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Return whether a value has the type of its field, and reports can compute with it."""
+    kind, optional = _kinds(hint)
+    if value is None:
+        return optional
+    if kind is float:
+        return is_number(value)
+    if kind is int:  # Bounded: JSON has integers of any length, tables and charts do not.
+        return type(value) is int and abs(value) < 2**63
+    return type(value) is kind and (kind is not list or all(map(is_number, value)))
+
+
+def _words(hint: Any) -> str:
+    return _WORDS[_kinds(hint)[0]]
 
 
 def _nested_problem(value: dict[str, Any]) -> str | None:
