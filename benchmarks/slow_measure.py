@@ -72,7 +72,7 @@ def measure_all(net: Namespaces, ranks: Ranks, args: argparse.Namespace) -> dict
     """Measure links, the step without exchange, and every case at every rate."""
     rates = [None, *args.rates]
     links = [measure_link(net, ranks, rate, args.delay) for rate in rates]
-    names = ("params", "batch", "density", "local_density", "rank")
+    names = ("params", "batch", "density", "rank")
     job = {name: getattr(args, name) for name in names}
     rows, compute, model = [], [], {}
     ranks.ask("make", exchange="none", order="d-rr", **job)

@@ -3,7 +3,7 @@
 Creates one network namespace per rank, joined by a bridge, with a token bucket (tc tbf) on what
 each one sends and receives, and starts a gloo rank in each. Then it measures DDP steps with torch's
 own exchanges (fp32, the fp16, bf16 and PowerSGD hooks) and with gradherd's (topk, exdyna, values of
-2 bits, 30 local steps; orders d-rr and cd-grab) and reads the kernel's byte counters; predicts the
+2 bits, 4 local steps; orders d-rr and cd-grab) and reads the kernel's byte counters; predicts the
 same steps with `gradherd.advise` from measured links, latency, compute and overheads; and trains a
 small task at the slowest rate until its loss reaches a target. Needs root and Linux; removes
 everything it created, also after Ctrl-C.
@@ -36,16 +36,8 @@ from gradherd.advise.costs import NetworkLink, Overheads
 from gradherd.lab.train.measurements import hardware, versions
 
 CASES = (
-    *("dense", "fp16", "bf16", "powersgd", "topk", "exdyna", "exdyna-int2"),
-    *(
-        "local-30",
-        "local-30-int2",
-        "dense+cd-grab",
-        "exdyna+cd-grab",
-        "fp16+cd-grab",
-        "powersgd+cd-grab",
-        "topk+cd-grab",
-    ),
+    *("dense", "fp16", "bf16", "powersgd", "topk", "exdyna", "exdyna-int2", "local-4"),
+    *("dense+cd-grab", "exdyna+cd-grab", "fp16+cd-grab", "powersgd+cd-grab", "topk+cd-grab"),
 )
 # The last three take minutes each and add little: they gather rows every 32 steps.
 _DEFAULT_CASES = CASES[:-3]
@@ -69,8 +61,6 @@ def _setting(record: dict[str, Any], row: dict[str, Any], overheads: Overheads) 
         forward=compute["step_seconds"] - backward,
         overheads=overheads,
         density=min(1.0, config["density"]),
-        # Records from before there were local steps have no such setting.
-        local_density=min(1.0, config.get("local_density", 0.02)),
         rank=config["rank"],
         side=record["model"]["side"],
         overlap=0.0,  # the same cores exchange and compute
@@ -80,7 +70,7 @@ def _setting(record: dict[str, Any], row: dict[str, Any], overheads: Overheads) 
 def _overhead_name(exchange: str, order: str) -> str:
     """Return the name in `Overheads`; few bits may be followed by their own: exdyna-int2."""
     if not order:
-        return exchange.replace("local-30", "local")
+        return "local" if exchange == "local-4" else exchange
     return "order" if exchange == "dense" else "sketch"
 
 
@@ -207,7 +197,6 @@ def options() -> argparse.ArgumentParser:
     add("--rates", type=listed_rates, default="100M,1G,10G", help="link speeds, bits per second")
     add("--cases", type=listed_cases, default=",".join(_DEFAULT_CASES), help="exchanges, or all")
     add("--density", type=positive(float), default=1e-3, help="density of topk and exdyna (0.001)")
-    add("--local-density", type=positive(float), default=0.02, help="that of local steps (0.02)")
     add("--rank", type=positive(int), default=1, help="rank of PowerSGD (1)")
     add("--delay", type=float, default=0.0, help="seconds of delay per packet; needs netem (0)")
     add(

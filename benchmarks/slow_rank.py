@@ -78,12 +78,7 @@ class ExchangeCase:
         self._hook()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
         if local:
-            every, _, values = detail.partition("-")
-            settings = gh.LocalSteps(
-                every=int(every),
-                method=gh.ExDyna(density=job["local_density"]),
-                values=values or "fp32",
-            )
+            settings = gh.LocalSteps(every=int(detail))
             self.herd = gh.attach(net, order=sampler, optimizer=self.optimizer, local=settings)
         else:
             sparsify = {"topk": gh.TopK, "exdyna": gh.ExDyna}.get(method)
@@ -99,7 +94,7 @@ class ExchangeCase:
         gathered = job["order"] == "cd-grab" and self.exchange != "dense"
         self.block = BATCHES_PER_GATHER if gathered else _PAIR
         self.block = settings.every if local else self.block
-        # A whole phase: the first exchange of local steps finds its threshold.
+        # A whole phase of local steps.
         self.warmup = self.block if local else _WARMUP_STEPS
         self.backward, self.steps_done = 0.0, 0
         self.steps(self.warmup)

@@ -6,12 +6,14 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import gradherd as gh
 import gradherd.advise
 from gradherd.advise import units
 from gradherd.advise.calibrate import wide_model
@@ -24,8 +26,8 @@ from gradherd.advise.costs import (
     all_to_all_seconds,
     typical_overheads,
 )
-from gradherd.advise.decide import RIVALS, advise, break_even
-from gradherd.advise.measured import ACCURACY, MODELS, has_lost
+from gradherd.advise.decide import RIVALS, advise, break_even, code_for
+from gradherd.advise.measured import ACCURACY, MODELS, has_lost, least_speedup
 from gradherd.cli.advise import AdviseCommand
 from gradherd.cli.main import main
 from gradherd.cli.options import density_for
@@ -128,13 +130,21 @@ def test_bytes_are_those_of_the_real_exchange(workers, density, name, method):
     draw = torch.Generator().manual_seed(0)
     for _ in range(3):
         real.step(torch.randn(workers, dim, generator=draw))
-    one = setting(params=dim, workers=workers, density=density, local_density=density)
-    predicted = predict(one, name).bytes
+    predicted = predict(setting(params=dim, workers=workers, density=density), name).bytes
     assert predicted == pytest.approx(real.metrics["bytes"], rel=0.05)
-    if method is ExDyna and values != "int8":
-        # An exchange of local steps is the same, once in so many steps; positions are 16 bytes.
-        local = predict(one, f"local-30{name.removeprefix('exdyna')}").bytes
-        assert 30 * local == pytest.approx(predicted + 16 * (workers - 1))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 9])
+@pytest.mark.parametrize("dim", [500, 300_000])
+@pytest.mark.parametrize("every", [2, 16])
+def test_bytes_of_local_steps_are_those_of_the_real_exchange(workers, dim, every):
+    """Small vectors are sent in one round, and so are those of two workers."""
+    real = VirtualWorkers(Sparsify(method="dense", values="int1"), dim, workers)
+    for _ in range(2):
+        real.step(torch.randn(workers, dim))
+    local = predict(setting(params=dim, workers=workers), f"local-{every}").bytes
+    positions = 16 * (workers - 1)
+    assert every * local == pytest.approx(real.metrics["bytes"] + positions, rel=1e-9)
 
 
 def test_bytes_of_ordering_are_those_of_the_real_one():
@@ -149,12 +159,16 @@ def test_bytes_of_ordering_are_those_of_the_real_one():
 
 
 def test_local_steps_share_one_exchange():
-    one = setting(overheads=Overheads(local=0.6), local_density=0.001)
-    local, each = predict(one, "local-30"), predict(one, "exdyna")
-    hop = all_gather_seconds(16, 4, one.link)
-    assert 30 * local.exchange_seconds == pytest.approx(each.exchange_seconds + hop)
-    assert local.overhead_seconds == pytest.approx(0.02)
-    assert predict(one, "local-100-int2").bytes < local.bytes / 3
+    one = setting(params=4 * 2**20, link=MEGABYTE, overheads=Overheads(local=0.6))
+    local = predict(one, "local-4")
+    # Two short rounds; then 17 bits for each 16 coordinates, 3 of 4 slices, there and back.
+    slices = 3 * 17 / 16 * 2**20 / 8
+    assert 4 * local.bytes == 3 * (16 + 4) + 2 * slices
+    hops = 2 * 0.02 + 0.03 + 0.02  # log2 R, but 3 to send slices directly
+    assert 4 * local.exchange_seconds == pytest.approx(hops + 4e-6 * local.bytes)
+    assert local.overhead_seconds == pytest.approx(0.15)
+    assert predict(one, "local-16").exchange_seconds == local.exchange_seconds / 4
+    assert predict(one, "dense").bytes / local.bytes == pytest.approx(4 * 32 * 16 / 17, rel=1e-3)
 
 
 @st.composite
@@ -171,7 +185,6 @@ def some_settings(draw) -> Setting:
         forward=draw(st.floats(0, 10)),
         overheads=typical_overheads(draw(st.sampled_from(["cpu", "cuda"])), params),
         density=draw(st.sampled_from([1e-4, 1e-3, 0.01, 0.1, 1.0])),
-        local_density=draw(st.sampled_from([1e-3, 0.02, 1.0])),
         rank=draw(st.integers(1, 8)),
         overlap=draw(st.floats(0, 1)),
     )
@@ -213,30 +226,36 @@ def test_no_on_a_fast_link_and_yes_on_a_slow_one():
     slow = advise(replace(small, link=NetworkLink(bandwidth=1e7, latency=1e-4)))
     assert not fast["pays"] and fast["advice"].startswith("No: over 2.4 Tb/s, ")
     assert "So keep dense: nothing here is more than 10 % faster" in fast["advice"]
+    assert fast["code"] is None
     assert slow["pays"] and slow["advice"].startswith("Yes: over 10 Mb/s, a step takes ")
     assert 1e9 < fast["break_even_bandwidth"] < 2.4e12
-    # Not compared with plain dense, which is easy to beat, and with what it cost in our records.
-    assert slow["rival"] == "powersgd" and slow["speedup"] > 2
+    # Not compared with plain dense, nor with PowerSGD, which is faster and lost more.
+    assert slow["recommended"] == "local-4"
+    assert slow["rival"] == "fp16" and slow["speedup"] > 50
     assert slow["speedup_range"][0] < slow["speedup"] < slow["speedup_range"][1]
     for words in (
-        "local steps",
-        "as fast as PowerSGD",
-        "points below dense",
+        "So use 4 local steps in one bit",
+        "as fast as fp16 or bf16, the best of torch's that has lost nothing",
+        "local-4 ended level with dense, with 1.7 % more perplexity",
+        "best of 10 epochs: 56.5 and 55.6), 3 seeds",
+        "no record yet of local steps in one bit with SGD or on images",
+        "from about 1,000 tokens a worker and step on",
+        "multiply the learning rate of dense training by sqrt(4 workers) = 2;",
         "powersgd at density 0.01 ended level with dense",
+        "28 % more perplexity",
         "times per step",
-        "has lost accuracy in our records",
     ):
         assert words in slow["advice"]
-    lost = [one["points_lost"] for one in slow["accuracy"] if one["metric"] == "accuracy"]
-    assert max(lost) > 5
+    (record,) = slow["accuracy"]
+    assert (record["every"], record["metric"], record["epoch"]) == (4, "perplexity", "best")
     alone = advise(replace(small, workers=1))
     assert not alone["pays"] and alone["advice"].startswith("No: a single worker")
     assert alone["break_even_bandwidth"] is None
     assert {choice["bytes"] for choice in alone["choices"]} == {0}
 
 
-def test_what_has_lost_is_not_recommended_for_a_few_percent():
-    """ResNet-50 at 1 Gb/s: local steps are 1.2 times as fast as PowerSGD, which loses nothing."""
+def test_what_has_lost_is_not_recommended_for_a_little_speed():
+    """ResNet-50 at 1 Gb/s: PowerSGD takes less time than 4 local steps, and has lost more."""
     figures = MODELS["resnet50"]
     found = advise(
         setting(
@@ -247,9 +266,53 @@ def test_what_has_lost_is_not_recommended_for_a_few_percent():
             density=0.01,
         )
     )
-    assert found["recommended"] == "powersgd" and not found["pays"]
-    assert "local steps (density 0.02) would take" in found["advice"]
-    assert "149 % more perplexity" in found["advice"] and "So use PowerSGD" in found["advice"]
+    steps = {one["name"]: one["step_seconds"] for one in found["choices"]}
+    assert steps["powersgd"] < steps["local-4"]
+    assert found["recommended"] == "local-4" and found["pays"]
+    assert "PowerSGD of rank 1 would take " in found["advice"]
+    # Models of which indices have no room are torch's own, where PowerSGD must be fast enough.
+    slow, slower = (
+        advise(setting(params=3e9, link=NetworkLink(bandwidth=rate, latency=0), backward=3.0))
+        for rate in (1e10, 1e9)
+    )
+    assert slow["recommended"] == "fp16" and slower["recommended"] == "powersgd"
+    assert "it has lost accuracy in our records" in slower["advice"]
+
+
+def test_local_steps_say_which_rate_and_more_are_named_where_they_are_faster():
+    """Very slow links: 16 local steps are nearly four times as fast as 4."""
+    found = advise(setting(link=NetworkLink(bandwidth=1e6, latency=1e-4), workers=8))
+    assert found["recommended"] == "local-16" and found["rival"] == "powersgd"
+    assert "by sqrt(8 workers) x sqrt(4 / 16 steps) = 1.4;" in found["advice"]
+    assert "it has lost accuracy in our records" in found["advice"]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_code_can_be_pasted(exchange):
+    """And is that of the exchange that was predicted."""
+    code = code_for(setting(density=0.02, rank=3), exchange)
+    if exchange == "dense":
+        assert code is None
+        return
+    calls = []
+    parts = {"attach": lambda model, **options: calls.append(options)}
+    names = ("LocalSteps", "Sparsify", "ExDyna", "TopK")
+    fake = SimpleNamespace(**parts, **{name: getattr(gh, name) for name in names})
+    ddp = SimpleNamespace(register_comm_hook=lambda *given: calls.append(given))
+    exec(code, {"gh": fake, "ddp": ddp, "net": None, "optimizer": "adamw"})
+    (call,) = calls
+    method, _, detail = exchange.partition("-")
+    if method == "local":
+        assert call["optimizer"] == "adamw" and call["local"].every == int(detail)
+        assert (call["local"].method, call["local"].values) == (gh.Dense(), "int1")
+    elif method in ("topk", "exdyna"):
+        sent = call["sparsify"] if detail else gh.Sparsify(method=call["sparsify"])
+        assert (sent.method.density, sent.values) == (0.02, detail or "fp32")
+        assert type(sent.method) is {"topk": TopK, "exdyna": ExDyna}[method]
+    else:
+        state, hook = call
+        assert hook.__name__ == {"fp16": "fp16_compress_hook"}.get(method, "powerSGD_hook")
+        assert method == "fp16" or state.matrix_approximation_rank == 3
 
 
 @given(some_settings())
@@ -258,15 +321,15 @@ def test_what_is_recommended_is_among_the_fastest(one):
     found = advise(one)
     steps = {c["exchange"]: c["step_seconds"] for c in found["choices"] if c["order"] == "d-rr"}
     allowed = steps if one.params < 2**31 else {name: steps[name] for name in RIVALS}
-    densities = {n: one.local_density if n.startswith("local") else one.density for n in allowed}
-    keeping = {n: s for n, s in allowed.items() if not has_lost(n, densities[n])}
+    keeping = {n: s for n, s in allowed.items() if not has_lost(n, one.density)}
     chosen = found["recommended"]
+    fewest = min(keeping.values())
     if chosen in keeping:
-        assert 0.9 * steps[chosen] <= min(keeping.values())
-        assert steps[chosen] <= 2 * min(allowed.values()) / 0.9
-    else:  # Twice as fast as the mildest of the others that are within a tenth of the fastest.
-        assert 0.9 * steps[chosen] <= min(allowed.values())
-        assert 2 * steps[chosen] <= min(keeping.values()) / 0.9
+        assert 0.9 * steps[chosen] <= fewest
+        lost = {n: s for n, s in allowed.items() if n not in keeping}
+        assert all(0.9 * steps[chosen] <= least_speedup(n, one.density) * lost[n] for n in lost)
+    else:  # At least twice as fast as all that have lost nothing, but for the tenth.
+        assert 0.9 * 2 * steps[chosen] <= fewest
     assert found["pays"] == (found["recommended"] not in RIVALS)
     low, high = found["speedup_range"]
     assert low <= found["speedup"] * (1 + 1e-9) and found["speedup"] <= high * (1 + 1e-9)
@@ -303,11 +366,24 @@ def test_overheads_on_a_gpu_are_near_what_the_hooks_add():
             assert typical < 2 * max(1e-3, row["added_seconds"])
 
 
+def test_local_steps_on_a_gpu_compute_what_was_measured():
+    rows = json.loads((RESULTS / "2026-11-18-one-bit-h200.json").read_text())["rows"]
+    measured = {row["coordinates"]: row["ms"] / 1e3 for row in rows if row["values"] == "int1"}
+    assert len(measured) == 2
+    for size, seconds in measured.items():
+        assert typical_overheads("cuda", size).local == pytest.approx(seconds, rel=0.1)
+
+
 @pytest.mark.parametrize("one", ACCURACY, ids=lambda one: f"{one.study}, {one.arm}")
 def test_accuracies_are_those_of_their_records(one):
     def accuracies(arm: str) -> dict[int, float]:
-        runs = json.loads((RESULTS / one.study / f"{arm}.json").read_text())["runs"]
-        return {run["seed"]: run["figures"]["metric"][-1] for run in runs}
+        if (RESULTS / one.study).is_dir():
+            assert one.epoch == "last"
+            runs = json.loads((RESULTS / one.study / f"{arm}.json").read_text())["runs"]
+            return {run["seed"]: run["figures"]["metric"][-1] for run in runs}
+        runs = json.loads((RESULTS / f"{one.study}.json").read_text())["runs"]
+        pick = min if one.epoch == "best" else (lambda epochs: epochs[-1])
+        return {run["seed"]: pick(run["perplexity"]) for run in runs if run["arm"] == arm}
 
     sparse, dense = accuracies(one.arm), accuracies(one.against)
     seeds = sparse.keys() & dense.keys()
@@ -378,11 +454,12 @@ def test_the_command_reads_well_for_people(capsys, monkeypatch):
     for width in (50, 80, 160):
         monkeypatch.setenv("COLUMNS", str(width))
         code, out, _ = run(capsys, "--params", "25M", *KNOWN, "--density", 0.001)
-        assert code == 0 and "No: over 1 Gb/s" in out and "\nSo use PowerSGD" in out
+        assert code == 0 and "Yes: over 1 Gb/s" in out and "\nSo use 4 local steps" in out
+        assert out.endswith("\n\ngh.attach(net, optimizer=optimizer, local=gh.LocalSteps())\n")
         table = out[: out.index("recommended")].splitlines()[:-1]
         assert all(len(line) <= width for line in table[1:])
         # No figure is cut: each of a row ends in its unit.
-        assert next(line for line in table if "local-30-int2" in line).endswith(("B ", "ms "))
+        assert next(line for line in table if "exdyna-int2" in line).endswith(("B ", "ms "))
         assert ("with" in out.split("dense")[0]) == (width >= 80)
 
 

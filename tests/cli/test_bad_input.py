@@ -256,7 +256,6 @@ advise --model resnet50 --bandwidth fast | --bandwidth: 'fast' is not a link
 advise --model resnet50 --latency '1 week' | --latency: '1 week' is not a time
 advise --model resnet50 --workers 1000000000 | --workers must be at most
 advise --model resnet50 --density nan | --density must be in (0, 1], got nan
-advise --model resnet50 --local-density 0 | --local-density must be in (0, 1]
 advise --model resnet50 --rank 0 | --rank must be at least 1, got 0
 advise --model resnet50 --side 0 | --side must be at least 1
 advise --model resnet50 --overlap 2 | --overlap must be in [0, 1], got 2.0

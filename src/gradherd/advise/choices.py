@@ -46,7 +46,7 @@ _SKETCH_SIZE = 512
 _BATCHES_PER_GATHER = 32
 """Batches whose rows are gathered together (`ordering.coordination`)."""
 _POSITION_BYTES = 16
-"""What workers compare before an exchange of local steps (`attach.local_steps`)."""
+"""What workers compare before an exchange of local steps (`hooks.local_steps`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +66,6 @@ class Setting:
     """Seconds per step that each method spends computing."""
     density: float = DEFAULT_DENSITY
     """Share of the gradient that a sparse exchange sends."""
-    local_density: float = 0.02
-    """Share of the difference that an exchange after local steps sends."""
     rank: int = 1
     """Rank of PowerSGD."""
     side: float = 1024
@@ -85,10 +83,8 @@ class Setting:
         for name in ("backward", "forward"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        for name in ("density", "local_density"):
-            if not 0 < getattr(self, name) <= 1:
-                option = name.replace("_", "-")
-                raise ValueError(f"{option} must be in (0, 1], got {getattr(self, name)}")
+        if not 0 < self.density <= 1:
+            raise ValueError(f"density must be in (0, 1], got {self.density}")
         if not 0 <= self.overlap <= 1:
             raise ValueError(f"overlap must be in [0, 1], got {self.overlap}")
 
@@ -245,19 +241,10 @@ def _topk(setting: Setting) -> tuple[float, float]:
     return flags + gathered + seconds, sent + (indices + FLAG_BYTES) * (ranks - 1)
 
 
-def _exdyna(
-    setting: Setting, density: float | None = None, form: ValueFormat = "fp32"
-) -> tuple[float, float]:
-    """Predict ExDyna: all workers' offers in one all-gather, then the values of the selection.
-
-    Args:
-        setting: Model, workers and network.
-        density: Share of the coordinates; None is that of the setting.
-        form: How values are sent.
-    """
-    density = setting.density if density is None else density
-    ranks, k = setting.workers, density * setting.params
-    if density == 1:
+def _exdyna(setting: Setting, form: ValueFormat = "fp32") -> tuple[float, float]:
+    """Predict ExDyna: all workers' offers in one all-gather, then the values of the selection."""
+    ranks, k = setting.workers, setting.density * setting.params
+    if setting.density == 1:
         return _values(setting, setting.params, form)
     # Each rank offers a few more than its share, from which all choose the same threshold.
     count = math.ceil(EXDYNA_CAPACITY * k / ranks)
@@ -271,12 +258,16 @@ def _exdyna(
     return all_gather_seconds(offers, ranks, setting.link) + seconds, sent + offers * (ranks - 1)
 
 
-def _local(setting: Setting, every: int, form: ValueFormat = "fp32") -> tuple[float, float]:
-    """Predict local steps: one exchange of the weights' difference in `every` steps."""
-    seconds, sent = _exdyna(setting, setting.local_density, form)
-    if setting.workers > 1:  # all of them must be at the same step
-        seconds += all_gather_seconds(_POSITION_BYTES, setting.workers, setting.link)
-        sent += _POSITION_BYTES * (setting.workers - 1)
+def _local(setting: Setting, every: int) -> tuple[float, float]:
+    """Predict local steps: every `every` steps, all of the difference is sent in one bit each way.
+
+    Before that, workers compare where they are, then whether their values are finite.
+    """
+    ranks, link = setting.workers, setting.link
+    seconds, sent = _values(setting, setting.params, "int1")
+    for size in (_POSITION_BYTES, FLAG_BYTES):
+        seconds += all_gather_seconds(size, ranks, link)
+        sent += size * (ranks - 1)
     return seconds / every, sent / every
 
 
@@ -321,13 +312,14 @@ EXCHANGES: dict[str, Callable[[Setting], tuple[float, float]]] = {
     "exdyna-int8": partial(_exdyna, form="int8"),
     "exdyna-int4": partial(_exdyna, form="int4"),
     "exdyna-int2": partial(_exdyna, form="int2"),
-    "local-30": partial(_local, every=30),
-    "local-30-int2": partial(_local, every=30, form="int2"),
-    "local-100": partial(_local, every=100),
-    "local-100-int2": partial(_local, every=100, form="int2"),
+    "local-2": partial(_local, every=2),
+    "local-4": partial(_local, every=4),
+    "local-8": partial(_local, every=8),
+    "local-16": partial(_local, every=16),
 }
 """Exchange -> a function that returns the seconds training waits and the bytes a worker sends, both
-per step. local-30: 30 steps on one's own, then an exchange; int2: values of 2 bits."""
+per step. local-4: 4 steps on one's own, then all of the difference in one bit; int2: values of 2
+bits."""
 SPARSE = ("topk", "exdyna")
 ORDERS = ("d-rr", "cd-grab")
 

@@ -5,12 +5,13 @@ algorithms, one around a ring and one over a tree; libraries pick the faster one
 functions here.
 
 The overheads are measurements. CPU: one rank on one core of a Neoverse-N1 (processor times of
-`benchmarks/slow_network.py` with torch 2.13 and gloo, which sums half-precision values slowly;
-"local" is an estimate).
+`benchmarks/slow_network.py` with torch 2.13 and gloo, which sums half-precision values slowly).
 GPU: topk and exdyna are what their hooks add to a DDP step on one H200
 (`benchmarks/results/2026-11-16-hook-h200.json`; half a millisecond is added for what one rank
-replays and several launch); the others are derived from passes over memory at
-its bandwidth, as several GPUs were not available. Take both as starting points, and measure.
+replays and several launch); the others are derived from passes over memory at its bandwidth, as
+several GPUs were not available. "local" is what the parts of `benchmarks/one_bit.py` take: on a
+core with 2 and 10 M parameters, and on an H200 (`benchmarks/results/2026-11-18-one-bit-h200.json`).
+Take all of them as starting points, and measure.
 
 Letters: R ranks.
 """
@@ -30,7 +31,7 @@ _OVERHEADS = {
         "powersgd": (7e-9, 1e-3),
         "topk": (3.5e-9, 1e-3),
         "exdyna": (2e-9, 1e-3),
-        "local": (6e-9, 2e-3),
+        "local": (15e-9, 6e-3),
         "order": (1.4e-9, 0.2e-3),
         "sketch": (2.4e-9, 0.2e-3),
     },
@@ -158,7 +159,7 @@ class Overheads:
     exdyna: float = 0.0
     """The same; with values of few bits, too."""
     local: float = 0.0
-    """What an exchange of local steps computes, not a step: the difference, selecting, the outer
+    """What an exchange of local steps computes, not a step: the difference, rounding, the outer
     step."""
     order: float = 0.0
     """CD-GraB on top of a dense exchange, whose buckets it shares."""
@@ -166,11 +167,11 @@ class Overheads:
     """CD-GraB beside any other exchange: sketching the gradient."""
 
     def of(self, exchange: str) -> float:
-        """Return the seconds of a step with an exchange, such as "exdyna-int2" or "local-30"."""
+        """Return the seconds of a step with an exchange, such as "exdyna-int2" or "local-4"."""
         method, _, detail = exchange.partition("-")
         seconds: float = getattr(self, method)
-        # "30" or "30-int2": what an exchange computes, shared by so many steps.
-        return seconds / int(detail.partition("-")[0]) if method == "local" else seconds
+        # What an exchange computes is shared by so many steps.
+        return seconds / int(detail) if method == "local" else seconds
 
     def replaced_by(self, given: dict[str, float | None]) -> "Overheads":
         """Return these overheads with all values of `given` that are not None."""

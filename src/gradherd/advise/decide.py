@@ -6,7 +6,13 @@ from dataclasses import asdict, replace
 
 from gradherd.advise.choices import SPARSE, Choice, Setting, all_choices, predict
 from gradherd.advise.costs import Overheads
-from gradherd.advise.measured import accuracy_records, accuracy_sentence, has_lost
+from gradherd.advise.measured import (
+    LOCAL_LIMITS,
+    accuracy_records,
+    accuracy_sentence,
+    has_lost,
+    least_speedup,
+)
 from gradherd.advise.units import format_bytes, format_rate, format_seconds
 from gradherd.sparsify.message_sizes import MAX_COORDINATES
 
@@ -15,18 +21,15 @@ _SLOWEST, _FASTEST, _GRID_POINTS = 1e3, 1e16, 261
 # A step must be a tenth faster to be worth a change of training: less is within the error of a
 # prediction.
 _WORTHWHILE = 0.9
-# And twice as fast to be worth an exchange that has lost accuracy in our own records: twice as many
-# steps in the same time may make up for it, a few more do not.
-_WORTH_A_LOSS = 2.0
 RIVALS = ("dense", "fp16", "powersgd")
 """What torch does without gradherd."""
 _MILDEST_FIRST = (
-    *("dense", "fp16", "topk", "exdyna", "exdyna-int8", "exdyna-int4", "exdyna-int2", "powersgd"),
-    *("local-30", "local-30-int2", "local-100", "local-100-int2"),
+    *("dense", "fp16", "local-2", "local-4", "local-8", "local-16"),
+    *("topk", "exdyna", "exdyna-int8", "exdyna-int4", "exdyna-int2", "powersgd"),
 )
-"""Exchanges by how much they change training. topk sends up to R times what exdyna sends at the
-same density; local steps let the workers' weights drift apart."""
-_RECORD_KEYS = ("study", "task", "density", "metric", "dense", "sparse")
+"""Exchanges by how much they change training: by the perplexity that GPT-2 lost to them in our
+records. topk sends up to R times what exdyna sends at the same density."""
+_RECORD_KEYS = ("study", "task", "density", "every", "metric", "epoch", "dense", "sparse")
 # How wrong inputs may be: links and passes by a quarter (the largest error of a prediction on
 # bandwidth-limited links was 21 %), what a method computes by a factor of two.
 _INPUT_ERROR, _OVERHEAD_ERROR = 1.25, 2.0
@@ -76,8 +79,7 @@ def advise(setting: Setting) -> dict[str, object]:
     choices = all_choices(setting)
     limit = break_even(setting)
     chosen = recommend(setting, choices)
-    rival = _best(choices, RIVALS)
-    density = _density_of(setting, chosen.exchange)
+    rival = _rival(setting, choices, chosen)
     sentences = explain(setting, choices, limit)
     return {
         "choices": [{"name": choice.name, **asdict(choice)} for choice in choices],
@@ -91,8 +93,9 @@ def advise(setting: Setting) -> dict[str, object]:
         "accuracy": [
             {key: getattr(one, key) for key in _RECORD_KEYS}
             | {"points_lost": one.lost if one.metric == "accuracy" else None}
-            for one in accuracy_records(chosen.exchange, density)
+            for one in accuracy_records(chosen.exchange, setting.density)
         ],
+        "code": code_for(setting, chosen.exchange) if setting.workers > 1 else None,
         "advice": " ".join(sentences),
         "sentences": sentences,
     }
@@ -101,7 +104,7 @@ def advise(setting: Setting) -> dict[str, object]:
 def recommend(setting: Setting, choices: Sequence[Choice]) -> Choice:
     """Return the exchange that changes training least among those within a tenth of the fastest.
 
-    One that has lost accuracy in our records must be twice as fast as the best that has not.
+    What has lost accuracy in our records must be so much faster: `measured.least_speedup`.
 
     Args:
         setting: Model, workers and network.
@@ -109,16 +112,25 @@ def recommend(setting: Setting, choices: Sequence[Choice]) -> Choice:
     """
     # gradherd's own messages have indices of 32 bits.
     allowed = _MILDEST_FIRST if setting.params <= MAX_COORDINATES else RIVALS
-    keeping = [name for name in allowed if not has_lost(name, _density_of(setting, name))]
-    fast, safe = _mildest(choices, allowed), _mildest(choices, keeping)
-    return fast if safe.step_seconds >= _WORTH_A_LOSS * fast.step_seconds else safe
+    weighted = {
+        name: least_speedup(name, setting.density) * _best(choices, (name,)).step_seconds
+        for name in allowed
+    }
+    chosen = next(
+        name for name in allowed if _WORTHWHILE * weighted[name] <= min(weighted.values())
+    )
+    return _best(choices, (chosen,))
 
 
-def _mildest(choices: Sequence[Choice], exchanges: Sequence[str]) -> Choice:
-    """Return the first exchange within a tenth of the fastest of them."""
-    fastest = _best(choices, exchanges).step_seconds
-    each = (_best(choices, (name,)) for name in exchanges)
-    return next(one for one in each if _WORTHWHILE * one.step_seconds <= fastest)
+def _rival(setting: Setting, choices: Sequence[Choice], chosen: Choice) -> Choice:
+    """Return the fastest of what torch has; if `chosen` has lost nothing, of what has not either.
+
+    A step that is faster and learns less is no rival of one that keeps the model.
+    """
+    others = list(RIVALS)
+    if not has_lost(chosen.exchange, setting.density):
+        others = [name for name in RIVALS if not has_lost(name, setting.density)]
+    return _best(choices, others)
 
 
 def speedup_range(setting: Setting, exchange: str, rival: str) -> tuple[float, float]:
@@ -169,12 +181,18 @@ def explain(setting: Setting, choices: Sequence[Choice], limit: float | None) ->
         sentences.append(_break_even_sentence(choices, limit))
     sentences.append(_order_sentence(choices, chosen))
     if chosen.exchange not in ("dense", "fp16"):
-        sentences.append(_accuracy(setting, chosen))
+        sentences += _accuracy(setting, chosen)
+    if chosen.exchange.startswith("local"):
+        sentences.append(_rate_sentence(setting, chosen.exchange))
     if chosen.exchange in RIVALS:
         sentences += _faster_but_worse(setting, choices, chosen)
     else:
-        # What torch has may be as fast, and cost less.
-        if _best(choices, RIVALS).exchange == "powersgd":
+        # What torch has may be as fast, and cost more or less.
+        torch = _best(choices, RIVALS)
+        if torch.exchange == "powersgd":
+            less = format_seconds(chosen.step_seconds - torch.step_seconds)
+            if torch.step_seconds < chosen.step_seconds:
+                sentences.append(f"{label(setting, torch)} would take {less} less.")
             sentences.append(accuracy_sentence("powersgd", setting.density))
         sentences.append(_caution(setting, choices, chosen))
     sentences.append(_conclusion(setting, choices, chosen))
@@ -192,35 +210,36 @@ def _answer(setting: Setting, choices: Sequence[Choice], chosen: Choice) -> str:
             f"{dense.name}: a worker sends {format_bytes(chosen.bytes)} a step instead of "
             f"{format_bytes(dense.bytes)}."
         )
-    sparse = _best(choices, SPARSE)
-    extra = sparse.overhead_seconds + sparse.exchange_seconds
+    ours = _best(choices, [name for name in _MILDEST_FIRST if name not in RIVALS])
+    extra = ours.overhead_seconds + ours.exchange_seconds
     waits = chosen.overhead_seconds + chosen.exchange_seconds
     text = (
         f"No: over {speed}, a step takes {format_seconds(chosen.step_seconds)} with "
         f"{label(setting, chosen)}, {format_seconds(waits)} of which does not overlap with the "
-        f"backward pass, and {format_seconds(sparse.step_seconds)} with {sparse.name}"
+        f"backward pass, and {format_seconds(ours.step_seconds)} with {label(setting, ours)}"
     )
-    if sparse.step_seconds < _WORTHWHILE * chosen.step_seconds:
+    if ours.step_seconds < _WORTHWHILE * chosen.step_seconds:
         return f"{text}: too small a gain for what it has cost."
-    if sparse.step_seconds < chosen.step_seconds:
+    if ours.step_seconds < chosen.step_seconds:
         return f"{text}: too small a gain to change training for."
-    why = f"selecting and exchanging take {format_seconds(extra)}"
+    why = f"computing and exchanging it take {format_seconds(extra)}"
     return f"{text}, because {why} and cannot overlap with it."
 
 
-def _accuracy(setting: Setting, choice: Choice) -> str:
-    return accuracy_sentence(choice.exchange, _density_of(setting, choice.exchange))
+def _accuracy(setting: Setting, choice: Choice) -> list[str]:
+    sentences = [accuracy_sentence(choice.exchange, setting.density)]
+    return sentences + list(LOCAL_LIMITS) * choice.exchange.startswith("local")
 
 
 def _faster_but_worse(setting: Setting, choices: Sequence[Choice], chosen: Choice) -> list[str]:
     """Say what would be faster than an exchange of torch's, and what it has cost."""
     if setting.params > MAX_COORDINATES:
         return []
-    fast = _mildest(choices, _MILDEST_FIRST)
+    fast = _fastest(choices)
     if not fast.step_seconds < _WORTHWHILE * chosen.step_seconds:
         return []
     less = format_seconds(chosen.step_seconds - fast.step_seconds)
-    return [f"{label(setting, fast)} would take {less} less.", _accuracy(setting, fast)]
+    return [f"{label(setting, fast)} would take {less} less.", *_accuracy(setting, fast)]
 
 
 def _caution(setting: Setting, choices: Sequence[Choice], chosen: Choice) -> str:
@@ -242,15 +261,19 @@ def _conclusion(setting: Setting, choices: Sequence[Choice], chosen: Choice) -> 
             f"So keep dense: nothing here is more than 10 % faster ({label(setting, fastest)}: "
             f"{_between(low, high)} as fast {_IF_WRONG})."
         )
-    rival = _best(choices, [name for name in RIVALS if name != chosen.exchange])
+    rival, best = _rival(setting, choices, chosen), "the best that torch has"
+    if chosen.exchange in RIVALS:
+        rival = _best(choices, [name for name in RIVALS if name != chosen.exchange])
+        best = "the best of the rest that torch has"
+    elif rival.exchange != _best(choices, RIVALS).exchange:
+        best = "the best of torch's that has lost nothing"
     gain = rival.step_seconds / chosen.step_seconds
     low, high = speedup_range(setting, chosen.exchange, rival.exchange)
     text = (
-        f"So use {label(setting, chosen)}: {_times(gain)} as {label(setting, rival)}, the best "
-        f"{'that torch has' if chosen.exchange not in RIVALS else 'of the rest that torch has'} "
+        f"So use {label(setting, chosen)}: {_times(gain)} as {label(setting, rival)}, {best} "
         f"({_between(low, high)} {_IF_WRONG})"
     )
-    if has_lost(chosen.exchange, _density_of(setting, chosen.exchange)):
+    if has_lost(chosen.exchange, setting.density):
         text += "; it has lost accuracy in our records, so compare the losses first"
     elif low < 1 and chosen.exchange not in RIVALS:
         text += "; that is too close to call, so time a few steps of both, and compare their losses"
@@ -271,16 +294,14 @@ def _between(low: float, high: float) -> str:
 
 
 def _times(gain: float) -> str:
-    return "about as fast" if abs(gain - 1) < 0.03 else f"{gain:.2f} times as fast"
+    return "about as fast" if abs(gain - 1) < 0.03 else f"{gain:.3g} times as fast"
 
 
 def label(setting: Setting, choice: Choice) -> str:
     """Return the exchange of a choice in words, with what it sends."""
     method, _, detail = choice.exchange.partition("-")
     if method == "local":
-        every, _, values = detail.partition("-")
-        text = f"{every} local steps (density {setting.local_density:g})"
-        return f"{text} with {values} values" if values else text
+        return f"{detail} local steps in one bit"
     if method in SPARSE:
         text = f"{method} at density {setting.density:g}"
         return f"{text} with {detail} values" if detail else text
@@ -289,8 +310,57 @@ def label(setting: Setting, choice: Choice) -> str:
     )
 
 
-def _density_of(setting: Setting, exchange: str) -> float:
-    return setting.local_density if exchange.startswith("local") else setting.density
+def code_for(setting: Setting, exchange: str) -> str | None:
+    """Return the code that switches an exchange on; None for dense, which DDP does by itself.
+
+    Args:
+        setting: Gives density and rank.
+        exchange: A key of `choices.EXCHANGES`.
+
+    >>> from gradherd.advise.costs import NetworkLink
+    >>> link = NetworkLink(bandwidth=1e9, latency=0)
+    >>> one = Setting(
+    ...     params=1e6, workers=8, link=link, backward=1, forward=1, overheads=Overheads()
+    ... )
+    >>> print(code_for(one, "local-4"))
+    gh.attach(net, optimizer=optimizer, local=gh.LocalSteps())
+    """
+    method, _, detail = exchange.partition("-")
+    if method == "local":
+        return f"gh.attach(net, optimizer=optimizer, local=gh.LocalSteps({_LOCAL[exchange]}))"
+    if method in SPARSE:
+        selector = f"gh.{_SELECTORS[method]}(density={setting.density:g})"
+        if detail:
+            selector = f'gh.Sparsify(method={selector}, values="{detail}")'
+        return f"gh.attach(ddp, sparsify={selector})"
+    hooks = "from torch.distributed.algorithms.ddp_comm_hooks import"
+    if method == "fp16":
+        return (
+            f"{hooks} default_hooks\nddp.register_comm_hook(None, default_hooks.fp16_compress_hook)"
+        )
+    if method == "powersgd":
+        state = f"powerSGD_hook.PowerSGDState(None, matrix_approximation_rank={setting.rank})"
+        return (
+            f"{hooks} powerSGD_hook\nddp.register_comm_hook({state}, powerSGD_hook.powerSGD_hook)"
+        )
+    return None
+
+
+# `fewer` also sets the outer step that was measured.
+_LOCAL = {"local-2": "every=2", "local-4": "", "local-8": "fewer=240", "local-16": "fewer=480"}
+_SELECTORS = {"topk": "TopK", "exdyna": "ExDyna"}
+
+
+def _rate_sentence(setting: Setting, exchange: str) -> str:
+    """Say which learning rate local steps want."""
+    workers, every = setting.workers, int(exchange.partition("-")[2])
+    factor, formula = math.sqrt(workers), f"sqrt({workers} workers)"
+    if every > 4:
+        factor, formula = factor * math.sqrt(4 / every), f"{formula} x sqrt(4 / {every} steps)"
+    return (
+        f"With AdamW, multiply the learning rate of dense training by {formula} = {factor:.2g}; "
+        "with SGD, tune it."
+    )
 
 
 def _break_even_sentence(choices: Sequence[Choice], limit: float | None) -> str:

@@ -84,8 +84,6 @@ class AdviseCommand:
     """Time of everything else in a step: forward pass, optimizer, data."""
     density: float = DEFAULT_DENSITY
     """Share of the gradient that a sparse exchange sends, in (0, 1]."""
-    local_density: float = 0.02
-    """Share of the difference that is sent after local steps, in (0, 1]."""
     rank: int = 1
     """Rank of PowerSGD."""
     side: float = 1024
@@ -108,7 +106,7 @@ class AdviseCommand:
     json: bool = False
     """Print {"choices": [{"name", "step_seconds", "bytes", ...}], "break_even_bandwidth",
     "break_even_bandwidth_fp16", "pays", "recommended", "speedup", "speedup_range",
-    "accuracy", "advice", "assumed", "setting"}."""
+    "accuracy", "code", "advice", "assumed", "setting"}."""
 
     def run(self) -> None:
         """Measure if asked to, predict, and print the advice."""
@@ -202,7 +200,6 @@ class AdviseCommand:
                 forward=values.get("forward", values["backward"] / 2),
                 overheads=overheads,
                 density=self.density,
-                local_density=self.local_density,
                 rank=self.rank,
                 side=self.side,
                 overlap=overlap,
@@ -227,7 +224,7 @@ class AdviseCommand:
         notes = [] if source is None else [source]
         if assumed:
             notes.append("--bandwidth was not given: assumed 10 Gb/s. Give yours, or --measure.")
-        print_advice(setting, result["choices"], str(result["recommended"]), notes, sentences)
+        print_advice(setting, result, notes, sentences)
 
 
 class _Cluster(NamedTuple):

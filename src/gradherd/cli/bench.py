@@ -197,10 +197,10 @@ class BenchStepCommand(_BenchCommand):
 
     An MLP is trained with whole batches as units; a step is data, forward, backward, exchange and
     optimizer. d-rr and cd-grab exchange densely. With --exchanges, the same step with d-rr is also
-    timed with torch's fp16 and powersgd hooks, with exdyna, and with 30 local steps (local-30).
+    timed with torch's fp16 and powersgd hooks, with exdyna, and with 4 local steps (local-4).
 
     Example: gradherd bench step --workers 4 --params 2e6 --batch 64
-    Example: gradherd bench step --params 1e7 --exchanges fp16,exdyna,exdyna-int2,local-30
+    Example: gradherd bench step --params 1e7 --exchanges fp16,exdyna,exdyna-int2,local-4
     """
 
     workers: str = "4"
@@ -210,7 +210,7 @@ class BenchStepCommand(_BenchCommand):
     batch: int = 64
     """Examples per rank and step."""
     repeats: int = 9
-    """Blocks of 4 steps to measure in each case (local-30: of 30); the median counts."""
+    """Blocks of 4 steps to measure in each case; the median counts."""
     exchanges: Annotated[
         str,
         Arg(

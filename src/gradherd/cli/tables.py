@@ -9,7 +9,7 @@ as a list, one line for each cell.
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -253,19 +253,17 @@ def _cell_markup(cell: "TableCell", coloured: bool) -> str:
 
 def print_advice(
     setting: "Setting",
-    choices: Any,
-    recommended: str,
+    result: Mapping[str, Any],
     notes: Sequence[str],
     sentences: Sequence[str],
 ) -> None:
-    """Print the predicted steps of `gradherd advise`, then its advice; the last line counts.
+    """Print the predicted steps of `gradherd advise`, its advice, and the code to paste.
 
     Args:
         setting: Model, workers and network.
-        choices: The predicted steps, as in --json.
-        recommended: The exchange to mark.
+        result: The predicted steps, what is recommended and its code, as in --json.
         notes: Where the figures come from.
-        sentences: The advice.
+        sentences: The advice; the last one counts.
     """
     from gradherd.advise.units import format_bytes, format_rate, format_seconds
 
@@ -281,6 +279,7 @@ def print_advice(
     for line in (about, *notes):
         # Not as title and caption, which would be broken at the width of the table.
         print_sentence(escape(line), console)
+    choices = result["choices"]
     steps = {(one["exchange"], one["order"]): one for one in choices}
     dense = steps["dense", "d-rr"]["step_seconds"]
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -301,7 +300,7 @@ def print_advice(
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     for one in (one for one in choices if one["order"] == "d-rr"):
-        chosen = one["exchange"] == recommended
+        chosen = one["exchange"] == result["recommended"]
         name = "fp16, bf16" if one["exchange"] == "fp16" else one["exchange"]
         table.add_row(
             f"{name}{'*' if chosen and not coloured else ''}",
@@ -309,12 +308,16 @@ def print_advice(
             style="bold green" if chosen else None,
         )
     print_table(table, console)
-    local = f"exchange {setting.local_density:g} of the difference"
+    local = "take 4 steps alone, then exchange all of the difference in one bit"
     mark = "green" if coloured else "*"
-    print_sentence(f"{mark}: recommended; local-30: take 30 steps alone, then {local}", console)
+    print_sentence(f"{mark}: recommended; local-4: {local}", console)
     for sentence in sentences:
         weight = "bold" if sentence is sentences[-1] else "not bold"
         print_sentence(f"[{weight}]{escape(sentence)}[/]", console)
+    if result["code"] is not None:
+        console.print()
+        # As it is: code that is broken anywhere cannot be pasted.
+        console.print(result["code"], markup=False, soft_wrap=True)
 
 
 def print_claims(verdicts: "Sequence[ClaimVerdict]") -> None:

@@ -1,7 +1,7 @@
 """Time a whole training step on real ranks, with D-RR, with CD-GraB, and with other exchanges.
 
-Exchanges: torch's hooks fp16 and powersgd (rank 1); exdyna, also with values of 2 bits; local-30,
-which is 30 steps alone, then an exchange of the difference, averaged over these steps.
+Exchanges: torch's hooks fp16 and powersgd (rank 1); exdyna, also with values of 2 bits; local-4,
+which is 4 steps alone, then an exchange of the difference in one bit, averaged over these steps.
 """
 
 import functools
@@ -53,8 +53,7 @@ class DDPTraining:
         self.block = _BLOCK
         settings: dict[str, Any] = {}
         if method == "local":
-            every, _, values = detail.partition("-")
-            local = LocalSteps(every=int(every), values=values or "fp32")
+            local = LocalSteps(every=int(detail))
             settings = {"optimizer": self.optimizer, "local": local}
             self.block = local.every  # from one exchange to the next
         elif method == "exdyna":
