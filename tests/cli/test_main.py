@@ -140,6 +140,8 @@ def test_an_unexpected_failure_is_one_line_and_code_1(capsys, tiny, monkeypatch)
         (KeyError("disk\non fire"), f"KeyError: 'disk\\non fire'{hint}"),
         # What the system says needs no traceback.
         (OSError(5, "Input/output error", "a.npy"), "Input/output error: a.npy"),
+        # A pipe, but not that of stdout: nobody has stopped reading.
+        (BrokenPipeError(32, "Broken pipe"), "Broken pipe: a process of ours has ended"),
     ):
 
         def broken(*args, error=error, **kwargs):

@@ -7,6 +7,7 @@ interrupted. Results go to stdout, progress and errors to stderr.
 
 import importlib
 import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -72,11 +73,14 @@ def main(args: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         # 130 is what a shell reports for a process that SIGINT has ended: 128 + 2.
         _fail(130, "interrupted")
-    except BrokenPipeError:
-        # The reader (head, less) has closed the pipe. Point stdout elsewhere, or Python would
-        # complain again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+    except BrokenPipeError as error:
+        if not _has_reader():
+            # head or less has closed the pipe. Point stdout elsewhere, or Python would complain
+            # again when it flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+        # Another pipe: one to a worker process, or to the server that starts them.
+        _fail(1, f"failed: {reason_of(error) or 'Broken pipe'}: a process of ours has ended")
     # Not a failure of gradherd: sizes are options, so the advice is to lower them.
     except MemoryError as error:
         _fail(1, f"out of memory: {_one_line(str(error)) or 'try smaller sizes'}")
@@ -91,6 +95,18 @@ def main(args: Sequence[str] | None = None) -> None:
         cause = f"{type(error).__name__}: {_one_line(str(error))}"
         _fail(1, f"failed: {cause} (set GRADHERD_TRACEBACK=1 to see where)")
     sys.exit(0)
+
+
+def _has_reader() -> bool:
+    """Return whether what is printed still goes somewhere."""
+    if not hasattr(select, "poll"):  # Windows: a broken pipe is most often that of stdout
+        return False
+    try:
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), 0)
+    except OSError:  # stdout is no file, but what a program has put in its place
+        return True
+    return not any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _run(words: list[str]) -> None:
