@@ -56,7 +56,7 @@ class CompareCommand:
 
     Example: gradherd compare digits --orders d-rr,cd-grab,always-plus --seeds 3
 
-    Example: gradherd compare digits-mlp --sparsifiers dense,exdyna --density 0.01
+    Example: gradherd compare digits-mlp --sparsifiers dense,exdyna:0.01,local-4 --virtual
     """
 
     task: TaskArgument
@@ -73,8 +73,9 @@ class CompareCommand:
         str | None,
         Arg(
             metavar="C,D",
-            help=f"Sparsifiers, separated by commas, from: {EXCHANGES}. exdyna:0.02@30 has a "
-            "density of its own, and exchanges what 30 local steps have changed.",
+            help=f"Exchanges, separated by commas, from: {EXCHANGES}, and local-4: four steps "
+            "alone, then all coordinates in one bit. exdyna:0.02@30 has a density of its own, and "
+            "exchanges what 30 local steps have changed.",
             default="dense",
         ),
     ] = None

@@ -233,6 +233,8 @@ def check_data(task: Task, data_dir: Path | None, configs: Sequence[RunConfig] =
 def parse_exchanges(option: str, text: str, known: Iterable[str]) -> list[Exchange]:
     """Split comma-separated sparsifiers, each with a density and local steps of its own if given.
 
+    local-4 is dense@4: all coordinates in one bit after every fourth step.
+
     >>> parse_exchanges("--sparsifiers", "dense,exdyna,exdyna:0.02@30", ["dense", "exdyna"])[2]
     Exchange(sparsify='exdyna', density=0.02, local_steps=30)
     """
@@ -240,7 +242,9 @@ def parse_exchanges(option: str, text: str, known: Iterable[str]) -> list[Exchan
 
     known, exchanges = list(known), []
     for word in filter(None, (word.strip() for word in text.split(","))):
-        rest, at, steps = word.partition("@")
+        # As `gradherd advise` calls it.
+        recipe = re.fullmatch(r"local-(\w+)", word)
+        rest, at, steps = (f"dense@{recipe[1]}" if recipe else word).partition("@")
         name, colon, share = rest.partition(":")
         check_name(option, name, known)
         try:
@@ -248,7 +252,7 @@ def parse_exchanges(option: str, text: str, known: Iterable[str]) -> list[Exchan
             local_steps = int(steps) if at else None
         except ValueError:
             raise UsageError(
-                f"{option}: {word!r} is not NAME, NAME:DENSITY or NAME:DENSITY@STEPS"
+                f"{option}: {word!r} is not NAME, NAME:DENSITY, NAME:DENSITY@STEPS or local-STEPS"
             ) from None
         if density is not None and (name == "dense" or not 0 < density <= 1):
             raise UsageError(f"{option}: {word!r}: a density is in (0, 1], and dense has none")
