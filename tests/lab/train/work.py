@@ -13,7 +13,7 @@ from gradherd.comm.world import World
 from gradherd.lab.tasks.digits import Digits
 from gradherd.lab.tasks.metrics import eval_mode
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.tasks.task import Defaults, Split
+from gradherd.lab.tasks.task import Defaults, Split, Task
 from gradherd.lab.tasks.wikitext2 import CarriedLSTM, WikiText2CarriedLSTM
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.loop import new_record
@@ -57,7 +57,7 @@ def in_one_process(config, split=None):
 
 
 @dataclass(frozen=True)
-class Awkward:
+class Awkward(Task):
     """BatchNorm and dropout, on made-up numbers."""
 
     name: ClassVar = "awkward"
