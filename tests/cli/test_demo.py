@@ -53,6 +53,7 @@ def test_the_whole_demo_in_small(capsys, tmp_path, small):
     code, told, err = run(capsys, *options, "--resume")
     assert code == 0
     assert told.count("Not shown with these seeds") == 2 and "Shown:" not in told
+    assert "all trained at the rate chosen for dense" in told
     assert "Next, on your own model:" in told and "gradherd compare my_task.py" in told
 
 

@@ -202,6 +202,9 @@ def print_exchanges(comparison: Comparison, console: Console) -> None:
     _print(
         "   [dim]computing as measured here, plus the bytes at that rate; no overlap[/]", console
     )
+    _print(
+        "   [dim]all trained at the rate chosen for dense; others may have better ones[/]", console
+    )
     for pair in comparison.pairs[1:]:
         found = pair.metric
         if found is not None and found.low is not None and found.high is not None:
