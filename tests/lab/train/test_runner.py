@@ -48,6 +48,13 @@ def test_a_loss_that_is_not_finite_before_training_is_no_result():
     assert run_ranks(start_badly, 2, False) == [told, told]
 
 
+def test_runs_of_two_tasks_are_not_trained_together():
+    """They would all be trained on the data of the first."""
+    configs = [config_of("digits", epochs=1), config_of("digits-mlp", epochs=1)]
+    with pytest.raises(ValueError, match="must have one task and the same data"):
+        run_all(configs, World.single())
+
+
 def test_runs_of_one_plan(tmp_path):
     configs = plan_runs(
         "digits",

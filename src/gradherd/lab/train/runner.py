@@ -98,7 +98,12 @@ def run_all(
 
     Returns:
         The records, in the order of `configs`.
+
+    Raises:
+        ValueError: The runs have several tasks, or different data.
     """
+    if len({(config.task, config.limit, config.held_out) for config in configs}) > 1:
+        raise ValueError("runs that are trained together must have one task and the same data")
     task = find_task(configs[0].task)
     # Once for all runs: they have the same data.
     split = load_split(task, data_dir, configs[0].limit)
