@@ -171,6 +171,7 @@ def test_the_comparison_in_the_page_is_what_is_printed(tmp_path, monkeypatch):
         r"^gradherd (compare [^\n]*)\n```\n\n```\n(.*?)```", page, re.S | re.M
     )
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")  # a narrow terminal gets a list instead of a table
     printed = printed_by(command)
     assert words_of(printed) == words_of(shown)
 
