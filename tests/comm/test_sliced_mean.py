@@ -1,7 +1,11 @@
+import threading
+
 import pytest
 import torch
 
 from gradherd.comm import run_ranks
+from gradherd.comm.sliced_mean import SlicedMean
+from gradherd.comm.world import World
 from tests.attach import attach_work
 
 LENGTHS = [1, 7, 2, 64, 3]  # odd ones, and some shorter than the number of ranks
@@ -49,3 +53,25 @@ def test_bytes_are_those_of_slices_and_rests():
         slices = sum(length // size * (size - 1) for length in lengths)
         rests = sum(length % size * (size - 1) for length in lengths)
         assert rank["bytes"] == 4 * (slices + rests)
+
+
+def test_columns_that_are_lent_are_not_overwritten_until_they_are_released():
+    mean = SlicedMean(World.single())
+    first, second = torch.zeros(6), torch.ones(6)
+    mean.start(first)
+    rows = mean.finish(columns=True)
+    late = mean.lend()
+    late()
+    mean.start(first)
+    rows = mean.finish(columns=True)
+    release = mean.lend()
+    late()  # of earlier columns: these are still being read
+    thread = threading.Thread(target=mean.start, args=(second,))
+    thread.start()
+    thread.join(0.2)
+    assert thread.is_alive() and torch.equal(rows, torch.zeros(1, 6))
+    release()
+    thread.join()
+    again = mean.finish(columns=True)
+    # The same memory: a second set of buffers would take another gradient.
+    assert again.data_ptr() == rows.data_ptr() and torch.equal(rows, torch.ones(1, 6))

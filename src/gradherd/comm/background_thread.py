@@ -27,8 +27,7 @@ class BackgroundThread:
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run `job` after the one before it, and wait for that one first."""
-        # At most one job is behind the training loop: `comm.sliced_mean` fills one set of buffers
-        # while the job reads the other, and a third batch would overwrite what is being read.
+        # At most one job is behind the training loop: each reads memory that the next fills.
         self.wait()
         if self._thread is None:
             _watch_process()

@@ -16,7 +16,8 @@ Shapes: R ranks, N elements of a bucket, C columns of this rank over all buckets
 columns.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,8 @@ from gradherd.comm.collectives import (
 )
 from gradherd.comm.world import World
 
+# Number of the buffer that joins the columns of all buckets; those of buckets count from 0.
+_JOINED = -1
 ONE_BUCKET_ELEMENTS = 2_000_000
 """Up to this many elements, sending one copy of all buckets is cheaper than one message each."""
 
@@ -119,21 +122,39 @@ class _Bucket(NamedTuple):
 
 
 class SlicedMean:
-    """Averages the buckets of one backward after the other, and keeps the slices of the last two.
+    """Averages the buckets of one backward after the other, in memory that it reuses.
 
-    The columns that `finish` returns stay valid until the second `finish` after it: one set of
-    buffers is read (signs are computed beside the training loop) while the other one is filled.
-    Buffers are reused, since fresh memory would cost as much as the exchange.
+    The columns that `finish` returns stay valid until the next bucket arrives, or, after `lend`,
+    until they are released: who reads them beside the training loop has the next exchange wait.
+    Fresh memory would cost as much as the exchange, and a second set of buffers another gradient.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._started: list[_Bucket] = []
         # By number of the bucket. DDP rebuilds its buckets once, so shapes may change.
-        self._filling: dict[int, Tensor] = {}
-        self._reading: dict[int, Tensor] = {}
+        self._buffers: dict[int, Tensor] = {}
+        self._lendable = _JOINED  # number of the buffer that holds the columns
+        self._read: threading.Event | None = None  # set when columns that were lent are free again
         self.bytes = 0
         """Bytes that this rank has sent so far."""
+
+    def lend(self) -> Callable[[], None]:
+        """Keep the columns of the last `finish` as they are until the returned function is called.
+
+        Any thread may call it, and call it again.
+        """
+        # A new one each time: a late call for columns of an earlier backward releases no others.
+        read = self._read = threading.Event()
+        on_gpu = any(buffer.is_cuda for buffer in self._buffers.values())
+
+        def release() -> None:
+            if on_gpu and not read.is_set():
+                # What overwrites them may be on another stream than what reads them.
+                torch.cuda.current_stream().synchronize()
+            read.set()
+
+        return release
 
     def start(self, flat: Tensor) -> None:
         """Begin to exchange the slices of a bucket.
@@ -148,11 +169,13 @@ class SlicedMean:
         self._started.append(_Bucket(flat, all_to_all_start(body, self._world, out=out)))
 
     def _buffer(self, number: int, like: Tensor, columns: int) -> Tensor:
-        """Return an (R, columns) tensor of the set that is being filled, with arbitrary content."""
-        old, shape = self._filling.get(number), (self._world.size, columns)
+        """Return an (R, columns) tensor with arbitrary content, once nobody reads it any more."""
+        if number == self._lendable and self._read is not None:
+            self._read.wait()
+        old, shape = self._buffers.get(number), (self._world.size, columns)
         if old is None or (old.shape, old.dtype, old.device) != (shape, like.dtype, like.device):
-            self._filling[number] = like.new_empty(shape)
-        return self._filling[number]
+            self._buffers[number] = like.new_empty(shape)
+        return self._buffers[number]
 
     def abandon(self) -> None:
         """Forget the buckets of a backward that broke off."""
@@ -185,8 +208,6 @@ class SlicedMean:
             gather.wait()
         self.bytes += sum(bucket.slices.bytes for bucket in started)
         self.bytes += sum(gather.bytes for gather in pending)
-        # What was filled may now be read until the next but one `finish`.
-        self._filling, self._reading = self._reading, self._filling
         return rows
 
     def _start_write_back(
@@ -209,11 +230,12 @@ class SlicedMean:
         ends = [tails] if last and tails is not None else []
         parts = [part for part in (*blocks, *ends) if part.shape[1]]
         wide = torch.promote_types(blocks[0].dtype, torch.float32)
-        if len(parts) == 1 and parts[0].dtype == wide:
-            return parts[0]  # A view of the buffer that was just filled: no copy.
+        if len(blocks) == len(parts) == 1 and parts[0].dtype == wide:
+            self._lendable = 0
+            return parts[0]  # The buffer that was just filled: no copy.
         total = sum(part.shape[1] for part in parts)
-        # Buckets count from 0, so -1 is free for the joined columns.
-        rows = self._buffer(-1, torch.empty(0, dtype=wide, device=blocks[0].device), total)
+        rows = self._buffer(_JOINED, torch.empty(0, dtype=wide, device=blocks[0].device), total)
+        self._lendable = _JOINED
         start = 0
         for part in parts:
             rows[:, start : start + part.shape[1]] = part

@@ -45,6 +45,8 @@ from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import StepComparison, observe_slices
 from gradherd.ordering.sampler import OrderedSampler
 
+Release = Callable[[], None]
+
 
 class SliceSigner:
     """Feeds batches of all workers to the sampler, one after the other, in a background thread."""
@@ -68,14 +70,21 @@ class SliceSigner:
         """Bytes that this rank has sent to compare batches."""
         return self._in_step.bytes
 
-    def submit(self, rows: Tensor, claim: BatchClaim | None, loss_scale: float) -> None:
+    def submit(
+        self,
+        rows: Tensor,
+        claim: BatchClaim | None,
+        loss_scale: float,
+        release: Callable[[], None],
+    ) -> None:
         """Start to sign a batch, after the one before it is done.
 
         Args:
             rows: (R, C) columns of every worker's gradient. Scaled in place here; the caller must
-                not write to them until the second call after this one.
+                not write to them until they are released.
             claim: The units that the gradient belongs to; None if it counts for nothing.
             loss_scale: What the loss was multiplied by (GradScaler).
+            release: Called in any case, when the rows were read.
         """
         # Running sums outlive a change of the scale, so rows must not depend on it.
         if loss_scale != 1:
@@ -83,7 +92,10 @@ class SliceSigner:
 
         def sign() -> None:
             begin = time.thread_time()
-            learn()
+            try:
+                learn()
+            finally:
+                release()
             self.cpu_seconds += time.thread_time() - begin
 
         def learn() -> None:
@@ -97,10 +109,14 @@ class SliceSigner:
             if not comparison.same or not comparison.finite:
                 self._in_step.pass_over(claim, comparison)
             elif claim is not None:
-                script = observe_slices(self._sampler, rows, first=claim.step)
+                script = observe_slices(self._sampler, rows, first=claim.step, release=release)
                 self.bytes += run(script, self._side).bytes
 
-        self._thread.submit(sign)
+        try:
+            self._thread.submit(sign)
+        except BaseException:  # of the batch before
+            release()
+            raise
 
     def wait(self) -> None:
         """Return when the signs of all batches are computed."""
@@ -165,12 +181,12 @@ class SlicedTransport(RowTransport):
         """Say whether what will be averaged holds the gradient of this backward alone."""
 
     @abstractmethod
-    def _take_slices(self) -> Tensor:
-        """Return the (R, C) slices that averaging has delivered."""
+    def _take_slices(self) -> tuple[Tensor, Release]:
+        """Return the (R, C) slices that averaging has delivered, and what gives them back."""
 
     @abstractmethod
-    def _exchange_separately(self, grads: dict[str, Tensor]) -> tuple[Tensor, int]:
-        """Return (R, C) slices of a gradient that was not averaged alone, and the bytes sent."""
+    def _exchange_separately(self, grads: dict[str, Tensor]) -> tuple[Tensor, Release, int]:
+        """Return the same of a gradient that was not averaged alone, and the bytes sent."""
 
     @abstractmethod
     def _drop_slices(self) -> None:
@@ -191,12 +207,12 @@ class SlicedTransport(RowTransport):
         # Released before the thread starts, so that the next backward cannot feed them again.
         grads, self._separate = self._separate, {}
         if self._shares:
-            rows = self._take_slices()
+            rows, release = self._take_slices()
         else:
-            rows, sent = self._exchange_separately(grads)
+            rows, release, sent = self._exchange_separately(grads)
             self._separate_bytes += sent
         self._decided = False
-        self._signer.submit(rows, claim, loss_scale)
+        self._signer.submit(rows, claim, loss_scale, release)
 
     def by_index(self) -> None:
         """Refuse batches that are given by their examples.
@@ -364,12 +380,12 @@ class CoordinatedHook(SlicedTransport, BucketHook):
             lambda row: layout.columns(old.gather(row, self.world), self.world)
         )
 
-    def _take_slices(self) -> Tensor:
+    def _take_slices(self) -> tuple[Tensor, Release]:
         rows, self._rows = self._rows, None
         assert rows is not None
-        return rows
+        return rows, self._mean.lend()
 
-    def _exchange_separately(self, grads: dict[str, Tensor]) -> tuple[Tensor, int]:
+    def _exchange_separately(self, grads: dict[str, Tensor]) -> tuple[Tensor, Release, int]:
         before, like = self._mean.bytes, self._parameters[0].detach()
         for bucket in self.layout.buckets:
             # As DDP's buckets, these have one dtype: that of their parameters.
@@ -379,15 +395,11 @@ class CoordinatedHook(SlicedTransport, BucketHook):
                 for name, count in bucket
             ]
             self._mean.start(torch.cat(flats))
-        rows = self._mean.finish(write_back=False, columns=True)
-        assert rows is not None
-        return rows, self._mean.bytes - before
+        self._rows = self._mean.finish(write_back=False, columns=True)
+        return *self._take_slices(), self._mean.bytes - before
 
     def _drop_slices(self) -> None:
-        # The all-to-all has happened already; only its result is dropped. No batch follows that
-        # would wait for the signs of the one before, whose buffers come next.
-        if self._rows is not None:
-            self._signer.wait()
+        # The all-to-all has happened already; only its result is dropped.
         self._rows = None
         self.discard()
         self._mean.abandon()

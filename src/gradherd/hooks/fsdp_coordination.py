@@ -24,7 +24,7 @@ from gradherd.comm.collectives import all_to_all
 from gradherd.comm.sliced_mean import mean_of_rows
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
-from gradherd.hooks.coordinated_hook import SlicedTransport
+from gradherd.hooks.coordinated_hook import Release, SlicedTransport
 from gradherd.hooks.fsdp_torch import ShardedGroup, ShardedParameter, sharded_groups
 from gradherd.hooks.layouts import ShardLayout, ShardSpan
 from gradherd.ordering.sampler import OrderedSampler
@@ -86,8 +86,7 @@ class ShardedCoordination(SlicedTransport):
         )
         self.total_bytes, self.stopwatch = 0, Stopwatch()
         self._blocks: list[tuple[Sequence[ShardedParameter], Tensor, float]] = []
-        # Two sets: signs are computed from one beside the training loop while the other is filled.
-        self._buffers: list[Tensor | None] = [None, None]
+        self._rows: Tensor | None = None  # (R, C) of the batch that is being signed
         self._handles: list[Any] = []
         for group in self._groups if self._replaces else []:
             self._handles.append(group.note_present())
@@ -113,19 +112,18 @@ class ShardedCoordination(SlicedTransport):
             factor, _ = group.divide_factors(block.dtype)
             self._blocks.append((group.noted, block, factor))
 
-    def _take_slices(self) -> Tensor:
+    def _take_slices(self) -> tuple[Tensor, Release]:
         """Return the (R, C) columns of all groups; zero where a parameter had no gradient."""
         size, (blocks, self._blocks) = self.world.size, (self._blocks, [])
         assert blocks, "every backward that coordinates ends with a reduce-scatter"
         wide = torch.promote_types(blocks[0][1].dtype, torch.float32)
-        # The older of the two: its signs are done, as `submit` waits for the batch before.
-        rows = self._buffers.pop(0)
+        self._signer.wait()  # for the batch before, which is in the same memory
+        rows = self._rows
         if rows is None or rows.dtype != wide:
             device = blocks[0][1].device
             rows = torch.empty(size, self.layout.width(size), dtype=wide, device=device)
-        self._buffers.append(rows)
-        # Parameters without a gradient in this batch are in no block, and the buffer holds an
-        # earlier batch.
+        self._rows = rows
+        # Parameters without a gradient in this batch are in no block.
         rows.zero_()
         starts = self.layout.starts(size)
         for present, block, factor in blocks:
@@ -135,13 +133,13 @@ class ShardedCoordination(SlicedTransport):
                 if parameter.name in starts:  # else it was frozen when this was attached
                     rows[:, starts[parameter.name]].add_(block[:, at : at + width], alpha=factor)
                 at += width
-        return rows
+        return rows, _nothing
 
-    def _exchange_separately(self, grads: dict[str, Tensor]) -> tuple[Tensor, int]:
+    def _exchange_separately(self, grads: dict[str, Tensor]) -> tuple[Tensor, Release, int]:
         # Whole gradients: FSDP has not reduced them, or has reduced them together with earlier
         # ones.
         rows, sent = all_to_all(self.layout.cut(grads, self.world.size), self.world)
-        return rows.to(torch.promote_types(rows.dtype, torch.float32)), sent
+        return rows.to(torch.promote_types(rows.dtype, torch.float32)), _nothing, sent
 
     def _drop_slices(self) -> None:
         self._blocks = []
@@ -155,6 +153,10 @@ class ShardedCoordination(SlicedTransport):
         for handle in self._handles:
             handle.remove()
         super().close()
+
+
+def _nothing() -> None:
+    """Stand for a release: the memory is filled again when the batch was signed."""
 
 
 def shares_reduce_scatter(groups: Sequence[ShardedGroup], world: World) -> bool:

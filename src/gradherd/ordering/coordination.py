@@ -127,15 +127,23 @@ def observe_epoch(
     yield from learner.learn(ShardedRows(by_step) if scatters else by_step, all_seen.T > 0, first=0)
 
 
-def observe_slices(learner: Learner, slices: Tensor, *, first: int | None = None) -> Script[None]:
+def observe_slices(
+    learner: Learner,
+    slices: Tensor,
+    *,
+    first: int | None = None,
+    release: Callable[[], None] = lambda: None,
+) -> Script[None]:
     """Learn from a batch of every worker, of which this rank holds a slice of the columns.
 
     Args:
         learner: What learns.
         slices: (R, C) every worker's gradient; all columns where one script serves all workers.
         first: Time step of the batch.
+        release: Called when the slices were read, maybe long before all is learned.
     """
-    yield from learner.learn(ShardedRows(slices.unsqueeze(0)), first=first)
+    yield from learner.learn(ShardedRows(slices.unsqueeze(0), release), first=first)
+    release()
 
 
 def finite_batches(rows: Tensor, batches: Sequence[int], finite: Tensor | None = None) -> Tensor:

@@ -10,6 +10,7 @@ Shapes: b time steps of a call, M workers, n_i units of worker i, D columns of a
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -186,7 +187,7 @@ class Ordering:
         elif isinstance(rows, Tensor):
             rows = self._aligned(rows)
         else:
-            rows = ShardedRows(self._aligned(rows.columns))
+            rows = replace(rows, columns=self._aligned(rows.columns))
         # A worker that has run out of units repeats one: its row is real, but counts only once.
         if self.steps + len(seen) > min(self.sizes):
             seen = seen & self._state.valid(self.steps, len(seen))

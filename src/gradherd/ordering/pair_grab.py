@@ -189,6 +189,8 @@ def sign_pairs(
     if state.running is None:
         state.running = own.new_zeros((1 if shared else workers, columns))
     pairs = take_pairs(state, own, seen)
+    if isinstance(rows, ShardedRows):
+        rows.release()  # what waits for its partner is a copy
     if not len(pairs.diffs):  # the first halves of pairs: every second step of training
         return
     if isinstance(rows, Tensor) and _sign_on_device(state, pairs, rule, shared=shared):

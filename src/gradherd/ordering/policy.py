@@ -35,9 +35,9 @@ class ShardedRows:
 
     columns: Tensor
     """(b, M, C) this rank's columns."""
-
-    def __len__(self) -> int:
-        return len(self.columns)
+    release: Callable[[], None] = lambda: None
+    """May be called by a policy that does not read them any more: the next exchange waits for
+    their memory."""
 
 
 Rows: TypeAlias = Tensor | ShardedRows

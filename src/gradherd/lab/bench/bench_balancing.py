@@ -190,7 +190,7 @@ class ShardedCase(ExchangeCase):
         assert rows is not None
         self.bytes += self._mean.bytes - before
         # In a thread and on a group of its own, as in training: signs overlap with the next step.
-        script = observe_slices(self._ordering, rows)
+        script = observe_slices(self._ordering, rows, release=self._mean.lend())
 
         def sign() -> None:
             self._signs_bytes += run(script, self._side).bytes
