@@ -2,6 +2,8 @@
 
 import pytest
 
+from gradherd.sparsify.registry import SPARSIFIERS
+
 # By seconds of CPU, all processes counted; those that wait for timeouts and signals before them.
 LONGEST_FIRST = (
     "test_faults.py", "test_bad_input.py", "test_slow_network.py", "test_virtual_trainer.py",
@@ -19,3 +21,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort files, keeping the order of tests within a file."""
     rank = {name: at for at, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
+@pytest.fixture(autouse=True)
+def same_methods():
+    """Forget methods that a study has registered: other tests list those of the package."""
+    before = set(SPARSIFIERS)
+    yield
+    for name in set(SPARSIFIERS) - before:
+        del SPARSIFIERS[name]

@@ -93,7 +93,7 @@ WRONG = [
     (lambda: gh.ExDyna(memory="a"), "memory must be a number, got 'a'"),
     (lambda: gh.ExDyna(threshold="x"), "threshold must be consensus, online .* got 'x'"),
     (lambda: gh.Threshold(value="a"), "value must be a number, got 'a'"),
-    (lambda: gh.Sage(density=[1]), "density must be a number in .* got \\[1\\]"),
+    (lambda: gh.Threshold(density=[1]), "density must be a number in .* got \\[1\\]"),
     (lambda: gh.Sparsify(method="exdyna", values="int3"), "values must be .* got 'int3'"),
     (lambda: gh.Sparsify(method=3), "method must be a sparsifier .* got 3"),
     (lambda: gh.Sparsify(method="exdyna", momentum="a"), "momentum must be a number, got 'a'"),

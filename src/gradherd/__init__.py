@@ -34,19 +34,15 @@ if TYPE_CHECKING:
     from gradherd.sparsify.basics import CLTK as CLTK
     from gradherd.sparsify.basics import Dense as Dense
     from gradherd.sparsify.basics import RandomK as RandomK
+    from gradherd.sparsify.basics import Threshold as Threshold
     from gradherd.sparsify.basics import TopK as TopK
-    from gradherd.sparsify.deft import Deft as Deft
     from gradherd.sparsify.demo import DeMo as DeMo
-    from gradherd.sparsify.gtopk import GTopK as GTopK
     from gradherd.sparsify.local import LocalSteps as LocalSteps
     from gradherd.sparsify.partitioned import ExDyna as ExDyna
     from gradherd.sparsify.partitioned import Micro as Micro
     from gradherd.sparsify.partitioned import Online as Online
     from gradherd.sparsify.registry import SPARSIFIERS as SPARSIFIERS
     from gradherd.sparsify.settings import Sparsify as Sparsify
-    from gradherd.sparsify.thresholds import Sage as Sage
-    from gradherd.sparsify.thresholds import SIDCo as SIDCo
-    from gradherd.sparsify.thresholds import Threshold as Threshold
 
 __version__ = "0.1.0"
 

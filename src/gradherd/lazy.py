@@ -28,14 +28,17 @@ class LazyRegistry(MutableMapping[str, T]):
     ValueError: unknown number 'three'; known are join, two
     """
 
-    def __init__(self, kind: str, homes: Mapping[str, str]) -> None:
+    def __init__(
+        self, kind: str, homes: Mapping[str, str], moved: Mapping[str, str] | None = None
+    ) -> None:
         """Register names.
 
         Args:
             kind: What the values are, in a word, for messages.
             homes: Key -> "module:name".
+            moved: Former keys -> where their values are now, in words.
         """
-        self._kind, self._homes = kind, dict(homes)
+        self._kind, self._homes, self._moved = kind, dict(homes), dict(moved or {})
         self._values: dict[str, T] = {}
 
     def __getitem__(self, key: str) -> T:
@@ -47,8 +50,13 @@ class LazyRegistry(MutableMapping[str, T]):
     def find(self, key: str) -> T:
         """Return the value of a key; raise ValueError, with all keys, if it is unknown."""
         if key not in self:
-            raise ValueError(f"unknown {self._kind} {key!r}; known are {', '.join(self)}")
+            known = ", ".join(self)
+            raise ValueError(f"unknown {self._kind} {key!r}; known are {known}{self.hint(key)}")
         return self[key]
+
+    def hint(self, key: str) -> str:
+        """Return where a former key is now, to be added to an error; "" of all others."""
+        return f"; {key} is now {self._moved[key]}" if key in self._moved else ""
 
     def __setitem__(self, key: str, value: T) -> None:
         self._homes.setdefault(key, "")  # which keeps the order of keys

@@ -211,9 +211,8 @@ replay sparsify nan.npy | step 0 is not finite
 replay sparsify cube.npy --values int3 | --values must be one of fp32, bf16
 replay sparsify cube.npy --threshold x | --threshold must be one of consensus, online, got 'x'
 replay sparsify cube.npy --local-steps 0 | --local-steps must be at least 1, got 0
-replay sparsify cube.npy --layers 1,2 | --layers has no effect with --method exdyna
-replay sparsify cube.npy --method deft --layers 1,2 | --layers must add up to
-replay sparsify cube.npy --method deft --layers a | --layers: 'a' is not a positive whole number
+replay sparsify cube.npy --method deft | unknown 'deft'; choose .. deft is now in studies/methods
+compare digits --sparsifiers sidco | unknown 'sidco'; choose .. sidco is now in studies/methods
 replay sparsify cube.npy --out flat.npy | flat.npy
 replay order cut.npy | cut.npy: not a .npy file of numbers (its end is missing)
 replay order folder.npy | folder.npy: not a .npy file of numbers (it is not a file)

@@ -15,10 +15,11 @@ from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.value_sums import sum_values
 from gradherd.sparsify.worker import Worker
+from studies.methods import METHODS as STUDIED
 from tests.sparsify.example_sparsifier import EveryNth
 
-# What contracts hold for: the registry, and a method of a user's own.
-METHODS = {**SPARSIFIERS, "every-nth": EveryNth}
+# What contracts hold for: the registry, what studies bring along, and a method of a user's own.
+METHODS = {**SPARSIFIERS, **STUDIED, "every-nth": EveryNth}
 
 
 def normal(seed, *shape, dtype=torch.float32):

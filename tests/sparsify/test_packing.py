@@ -160,7 +160,7 @@ def test_about_fourteen_bits_for_a_coordinate(method):
 
 
 @pytest.mark.parametrize("values", VALUE_BITS)
-@pytest.mark.parametrize("method", ["exdyna", "topk", "deft", "cltk", "dense"])
+@pytest.mark.parametrize("method", ["exdyna", "topk", "cltk", "dense"])
 def test_error_feedback_brings_all_of_a_gradient_in_the_end(values, method):
     """The same gradient at every step: what arrives on average comes close to it."""
     density = 1.0 if method == "dense" else 0.1

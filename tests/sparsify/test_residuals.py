@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradherd.sparsify.basics import Threshold
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.thresholds import Threshold
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 from gradherd.sparsify.worker import ErrorFeedback, Worker, merge_residuals
+from studies.methods.gtopk import GTopK
 from tests.sparsify.rank_work import normal, same
 from tests.sparsify.reference import MomentumCorrection
 
@@ -195,7 +196,7 @@ def test_velocity_goes_on_where_nothing_of_this_worker_was_sent():
     assert feedback.velocity.tolist() == [0.0, 2.0, 3.0, 0.0]
 
 
-@pytest.mark.parametrize("method", ["dense", "topk", "gtopk"])
+@pytest.mark.parametrize("method", ["dense", "topk", GTopK()])
 def test_what_is_always_sent_has_heavy_ball_momentum(method):
     """The last three coordinates at every step; with dense, all of them."""
     workers = VirtualWorkers(Sparsify(method=method, momentum=0.9), 50, 2, sparse=47)

@@ -114,8 +114,8 @@ def test_settings_of_the_exchange(setting):
 
 
 def test_values_that_make_no_difference_warn():
-    with pytest.warns(UserWarning, match="values='bf16' has no effect on gtopk"):
-        Sparsify(method="gtopk", values="bf16")
+    with pytest.warns(UserWarning, match="values='bf16' has no effect on demo"):
+        Sparsify(method="demo", values="bf16")
 
 
 def test_an_unknown_name_lists_the_known_ones():
@@ -124,6 +124,8 @@ def test_an_unknown_name_lists_the_known_ones():
             make("exdina")
         assert "'exdina'" in str(caught.value)
         assert all(name in str(caught.value) for name in SPARSIFIERS)
+        with pytest.raises(ValueError, match=r"known are .*; sage is now in studies/methods"):
+            make("sage")
 
 
 @pytest.mark.parametrize(

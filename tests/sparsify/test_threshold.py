@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from gradherd.sparsify.basics import Dense
+from gradherd.sparsify.basics import Dense, Threshold, ThresholdState
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.thresholds import Threshold, ThresholdState
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 SIZES = [1, 2, 3]

@@ -6,11 +6,13 @@ import torch
 from gradherd.advise.choices import Setting, predict
 from gradherd.advise.costs import NetworkLink, typical_overheads
 from gradherd.lab.bench import bench_virtual as virtual
+from gradherd.lab.study.file import read_study
 from gradherd.lab.study.kinds import RunContext, StudyProgress, kind_of
 from gradherd.lab.study.run import missing_runs, plan_runs, run_planned
 from gradherd.lab.tasks.registry import find_task
 from gradherd.ordering.sharding import UnitSharding
 from studies.kinds.density import density_figures
+from studies.methods import METHODS
 from studies.tasks.by_label import permutation_by_label
 from tests.lab.study.test_kinds import STUDIES, results_of, study
 
@@ -40,6 +42,33 @@ def test_density_shows_the_same_gradients_to_every_sparsifier(tmp_path):
     assert still.settings["method"] == {"rotate": False}
     assert still.figures["series"] != blocks.figures["series"]
     assert len(found["topk 0.01"].figures["series"]["density"]) == 4
+
+
+def test_a_study_brings_methods_of_its_own(tmp_path):
+    arms = [{"sparsify": ["deft", "sage"], "density": 0.01}]
+    homes = {"deft": "methods/deft.py:Deft", "sage": "methods/sage.py:Sage"}
+    more = {"task": "digits-mlp", "methods": homes}
+    found = results_of(study(DENSITY, arms, {"workers": 2, "steps": 3}, **more), tmp_path)
+    assert {arm for arm, _ in found} == {"deft 0.01", "sage 0.01"}
+    assert plan_runs(study("compare", arms, {}, **more))
+    for home, says in (
+        ("methods/odd.py:Deft", "method 'deft': there is no file"),
+        ("methods/deft.py:Odd", "method 'deft': .* has no Selector 'Odd'"),
+        ("methods/sage.py:Sage", "method 'deft': there is another one of that name"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            plan_runs(study(DENSITY, arms, {}, task="digits-mlp", methods={"deft": home}))
+
+
+def test_methods_of_studies_are_found_where_the_studies_say():
+    named = {
+        name: home
+        for path in STUDIES.glob("*.toml")
+        for name, home in read_study(path).methods.items()
+    }
+    assert {name: home.rpartition(":")[2] for name, home in named.items()} == {
+        name: method.__name__ for name, method in METHODS.items()
+    }
 
 
 def test_figures_of_steps_by_hand():

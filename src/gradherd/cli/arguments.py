@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from gradherd.cli.errors import UsageError
 from gradherd.cli.parser import Arg
+from gradherd.sparsify.registry import SPARSIFIERS
 
 FolderOption = Annotated[Path | None, Arg(metavar="DIR")]
 FileArgument = Annotated[Path, Arg(metavar="FILE", positional=True)]
@@ -48,7 +49,8 @@ def check_name(option: str, name: str, known: Iterable[str]) -> str:
     """
     known = list(known)
     if name not in known:
-        raise UsageError(f"{option}: unknown {name!r}; choose from {', '.join(known)}")
+        moved = SPARSIFIERS.hint(name)
+        raise UsageError(f"{option}: unknown {name!r}; choose from {', '.join(known)}{moved}")
     return name
 
 

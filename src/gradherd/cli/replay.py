@@ -16,7 +16,6 @@ from gradherd.cli.arguments import (
     check_at_least,
     check_density,
     check_name,
-    parse_counts,
     print_json,
 )
 from gradherd.cli.errors import UsageError
@@ -31,7 +30,6 @@ from gradherd.sparsify.registry import (
     setting_names,
     sums_values,
     takes_density,
-    uses_layers,
 )
 
 # Imported by the methods that need them: these import torch, and --help must not wait for it.
@@ -142,9 +140,6 @@ class ReplaySparsifyCommand:
     local_steps: Annotated[int, Arg(metavar="H", default="none")] = 1
     """Exchange the sum of H gradients at every H-th step, as local steps of SGD would; residuals
     shrink by 0.95 each time, as in training."""
-    layers: Annotated[str | None, Arg(metavar="N,N")] = None
-    """For methods that look at layers: lengths of the tensors that make up the vector, separated
-    by commas."""
     out: FolderOption = None
     """Folder for mean.npy (steps, dim) and residual.npy (workers, dim)."""
     json: bool = False
@@ -161,12 +156,10 @@ class ReplaySparsifyCommand:
         try:
             # Mapped, not read: the file may be larger than memory.
             gradients = open_array(self.file, ("steps", "workers", "dim"))
-            layers = self._layers(gradients.shape[2])
             with counted_loop(len(gradients), "steps") as advance:
                 steps = replay_sparsify(
                     gradients,
                     settings,
-                    layers=layers,
                     every=self.local_steps,
                     decay=LocalSteps(method=settings.method).decay if self.local_steps > 1 else 1.0,
                     out=self.out,
@@ -192,16 +185,12 @@ class ReplaySparsifyCommand:
         check_at_least("--local-steps", self.local_steps, 1)
         takes_threshold = "threshold" in setting_names(self.method)
         # A setting without effect is refused, not ignored.
-        for given, has_effect, option, methods in (
-            (self.threshold, takes_threshold, f"--threshold {self.threshold}",
-             [name for name in SPARSIFIERS if "threshold" in setting_names(name)]),
-            (self.layers, uses_layers(self.method), "--layers", filter(uses_layers, SPARSIFIERS)),
-        ):  # fmt: skip
-            if given is not None and not has_effect:
-                raise UsageError(
-                    f"{option} has no effect with --method {self.method}: use it with "
-                    f"{' or '.join(methods)}"
-                )
+        if self.threshold is not None and not takes_threshold:
+            methods = [name for name in SPARSIFIERS if "threshold" in setting_names(name)]
+            raise UsageError(
+                f"--threshold {self.threshold} has no effect with --method {self.method}: use it "
+                f"with {' or '.join(methods)}"
+            )
         if self.values != "fp32" and sums_values(self.method):
             raise UsageError(
                 f"--values {self.values} has no effect: {self.method} adds up values between "
@@ -214,16 +203,6 @@ class ReplaySparsifyCommand:
         return Sparsify(
             method=make_sparsifier(self.method, density, **settings), values=self.values
         )
-
-    def _layers(self, dim: int) -> list[int] | None:
-        if self.layers is None:
-            return None
-        lengths = parse_counts("--layers", self.layers)
-        if sum(lengths) != dim:
-            raise UsageError(
-                f"--layers must add up to the length of the vectors, {dim}, got {sum(lengths)}"
-            )
-        return lengths
 
     def _print(self, steps: list[dict[str, Any]], shape: tuple[int, ...], density: float) -> None:
         count, workers, dim = shape

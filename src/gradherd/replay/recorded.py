@@ -11,7 +11,7 @@ import contextlib
 import shutil
 import tokenize
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,7 +195,6 @@ def replay_sparsify(
     gradients: NDArray[np.number],
     settings: Sparsify,
     *,
-    layers: Sequence[int] | None = None,
     every: int = 1,
     decay: float = 1.0,
     out: Path | None = None,
@@ -206,7 +205,6 @@ def replay_sparsify(
     Args:
         gradients: (T, R, D). Read one step at a time, so it may be a memory map.
         settings: The sparsifier and how its values are sent.
-        layers: Lengths of the tensors that make up D, for methods that use them.
         every: Steps between two exchanges, of the sum of their gradients: what local steps of SGD
             would have changed, if the gradients had stayed as recorded.
         decay: Factor of the residuals after each exchange.
@@ -222,9 +220,7 @@ def replay_sparsify(
     steps, workers, dim = gradients.shape
     # Half precision is widened, as residuals are float32 in training; float64 stays exact.
     dtype = torch.float64 if gradients.dtype.itemsize > 4 else torch.float32
-    virtual = VirtualWorkers(
-        settings, dim, workers, layers=list(layers) if layers else None, dtype=dtype
-    )
+    virtual = VirtualWorkers(settings, dim, workers, dtype=dtype)
     metrics = []
     with _writer(out, (steps, dim), dtype) as write:
         changes = torch.zeros(workers, dim, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Methods without a state: dense, top-k, CLT-k and random-k.
+"""Simple methods: dense, top-k, CLT-k, random-k and a hard threshold.
 
 Dense sends everything and keeps no residual: the baseline.
 
@@ -17,22 +17,37 @@ Random-k: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory", NeurIPS 201
 All workers draw from the same seed and step, so no indices are sent and gradients are not even
 read. A baseline: a method that reads gradients should do better with the same k.
 
-Letters: R workers, k coordinates that a worker selects.
+Hard threshold: Sahu et al., "Rethinking gradient sparsification as total error minimization",
+NeurIPS 2021, arXiv:2108.00951. The threshold never changes, so the density follows the gradients:
+everything is sent while they are large, nothing when they are small.
+
+Letters: D coordinates, R workers, k coordinates that a worker selects, K that are sent.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from gradherd.comm.checks import check_numbers
 from gradherd.comm.script import Broadcast, Script
 from gradherd.sparsify.exchange import gather_union
-from gradherd.sparsify.kernels import topk_indices
+from gradherd.sparsify.kernels import indices_above, topk_indices
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.partitions import even_cuts
-from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext, check_density
+from gradherd.sparsify.selector import (
+    Proposal,
+    Selection,
+    Selector,
+    StepContext,
+    check_density,
+    target_count,
+)
 
 
 @dataclass(frozen=True)
@@ -237,3 +252,103 @@ def _draw(dim: int, count: int, generator: torch.Generator) -> Tensor:
     # torch.randint(dim) takes 32 random bits modulo dim, which for 100 million coordinates makes
     # some of them 2 % more likely than others.
     return torch.randint(1 << 62, (count,), generator=generator) % dim
+
+
+class ByThreshold(Selector):
+    """A method whose workers each select what reaches a threshold, and send the union."""
+
+    @staticmethod
+    def proposal(selected: Tensor, state: Any, threshold: float | None) -> Proposal:
+        """Return a proposal whose header is the number of selected coordinates.
+
+        Args:
+            selected: (K_r,) ascending indices that this worker selected.
+            state: The method's state for the next step.
+            threshold: This worker's threshold.
+        """
+        count = torch.tensor([len(selected)], dtype=torch.int32, device=selected.device)
+        return Proposal(count, (selected, state, threshold))
+
+    def agree(
+        self,
+        acc: Tensor,
+        k: int,
+        state: Any,
+        context: StepContext,
+        proposal: Proposal,
+        headers: Tensor,
+    ) -> Script[Selection]:
+        """Gather the union of all selections, or take everything if k is D."""
+        selected, state, threshold = proposal.local
+        if k >= len(acc):
+            everything = torch.arange(len(acc), device=selected.device)
+            return Selection(everything, [len(acc)] * context.size, state, 0.0)
+        counts = headers[:, 0].tolist()
+        union = yield from gather_union(selected, counts, len(acc), context)
+        return Selection(union, counts, state, threshold)
+
+
+@dataclass(frozen=True)
+class ThresholdState:
+    """State of `Threshold`, the same on all workers."""
+
+    threshold: float
+    """Changes only when the unit of the values changes."""
+
+
+@dataclass(frozen=True)
+class Threshold(ByThreshold):
+    """Send the union of what reaches a constant threshold on any worker.
+
+    Sahu et al., NeurIPS 2021, arXiv:2108.00951. Raises ValueError if a setting is out of range.
+    """
+
+    density: float = DEFAULT_DENSITY
+    """Density that the default threshold is meant for; the actual density may be anything."""
+    value: float | None = None
+    """The threshold, in the unit of the first step. None is the paper's 1 / (2 sqrt k), which
+    follows a warm-up of the density; a given value does not."""
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+        if self.value is not None:
+            check_numbers(value=self.value)
+        if self.value is not None and not 0 < self.value < math.inf:
+            raise ValueError(f"value must be a positive number or None, got {self.value}")
+
+    def begin(self, dim: int, workers: int, layers: Sequence[int]) -> ThresholdState:
+        """Set the threshold."""
+        if self.value is not None:
+            return ThresholdState(self.value)
+        return ThresholdState(suggested_threshold(target_count(self.density, dim)))
+
+    def propose(self, acc: Tensor, k: int, state: ThresholdState, context: StepContext) -> Proposal:
+        """Select what reaches the threshold; the header is the count."""
+        threshold = state.threshold
+        if self.value is None:
+            # During a warm-up of the density k is larger than usual, and the threshold lower.
+            usual_k = target_count(self.density, len(acc))
+            threshold *= suggested_threshold(k) / suggested_threshold(usual_k)
+        threshold = clamp_to_dtype(threshold, acc.dtype)
+        selected = indices_above(acc, threshold)
+        return self.proposal(selected, state, threshold)
+
+    def rescale(self, state: ThresholdState, factor: float) -> ThresholdState:
+        """Multiply the threshold by `factor`."""
+        return replace(state, threshold=state.threshold * factor)
+
+
+def suggested_threshold(k: int) -> float:
+    """Return the paper's threshold for sending about k coordinates: 1 / (2 sqrt k).
+
+    >>> suggested_threshold(25)
+    0.1
+    """
+    return 1 / (2 * math.sqrt(k))
+
+
+def clamp_to_dtype(threshold: float, dtype: torch.dtype) -> float:
+    """Return the threshold, clamped to the positive normal range of `dtype`."""
+    # Zero would select everything, exact zeros included; infinity nothing at all, for ever.
+    limits = torch.finfo(dtype)
+    return min(max(threshold, limits.tiny), limits.max)

@@ -23,14 +23,14 @@ SPARSIFIERS: "LazyRegistry[Callable[..., Selector]]" = LazyRegistry(
         "micro": "gradherd.sparsify.partitioned:Micro",
         "topk": "gradherd.sparsify.basics:TopK",
         "cltk": "gradherd.sparsify.basics:CLTK",
-        "deft": "gradherd.sparsify.deft:Deft",
-        "threshold": "gradherd.sparsify.thresholds:Threshold",
-        "sidco": "gradherd.sparsify.thresholds:SIDCo",
-        "gtopk": "gradherd.sparsify.gtopk:GTopK",
+        "threshold": "gradherd.sparsify.basics:Threshold",
         "randomk": "gradherd.sparsify.basics:RandomK",
-        "sage": "gradherd.sparsify.thresholds:Sage",
         "demo": "gradherd.sparsify.demo:DeMo",
     },
+    moved=dict.fromkeys(
+        ("deft", "gtopk", "sage", "sidco"),
+        "in studies/methods of gradherd's repository, as a method of one's own",
+    ),
 )
 """Sparsifiers by name; each is a frozen dataclass that can be built without arguments."""
 
@@ -71,11 +71,6 @@ def setting_names(name: str) -> tuple[str, ...]:
 def sums_values(name: str) -> bool:
     """Return whether a sparsifier reduces the values itself, so that `values` has no effect."""
     return bool(getattr(SPARSIFIERS.find(name), "sums_values", False))
-
-
-def uses_layers(name: str) -> bool:
-    """Return whether a sparsifier's choice depends on the sizes of the layers."""
-    return bool(getattr(SPARSIFIERS.find(name), "uses_layers", False))
 
 
 def make_sparsifier(name: str, density: float | None = None, /, **settings: Any) -> "Selector":

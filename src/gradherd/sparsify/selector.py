@@ -109,8 +109,6 @@ class Selector(ABC):
     """Whether the method reduces the values itself, so that `Sparsify.values` does not apply."""
     sends_all: ClassVar[bool] = False
     """Whether it selects all coordinates at every step."""
-    uses_layers: ClassVar[bool] = False
-    """Whether the method reads `layers`."""
     transforms: ClassVar[bool] = False
     """Whether it selects in another basis, and returns sums of all coordinates."""
 

@@ -34,7 +34,7 @@ class VirtualWorkers:
     """R workers that exchange sparse gradients within one process, as real ranks would.
 
     On a CPU, results have the same bits as on ranks if torch uses as many threads as each rank:
-    means and norms of long vectors (SIDCo, SAGE, DEFT) depend on the number of threads.
+    means and norms of long vectors, which some methods read, depend on the number of threads.
 
     Args:
         settings: The sparsifier and how it is run.

@@ -101,6 +101,8 @@ class Study:
     """Remarks, as paragraphs: the first is above the table, the others are folded."""
     left_out: str = ""
     """What was not run, and why."""
+    methods: Mapping[str, str] = field(default_factory=dict)
+    """Sparsifiers of the study's own: name -> path/to/file.py:ClassName, relative to the file."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that all arms share."""
     sources: Mapping[str, Any] = field(default_factory=dict)

@@ -4,6 +4,7 @@ A study may bring a kind of its own, a `StudyKind` in a file beside it.
 """
 
 import dataclasses
+import functools
 import statistics
 import time
 from abc import ABC, abstractmethod
@@ -27,6 +28,7 @@ from gradherd.lab.train.stacking import saved_per_example, stack_runs
 from gradherd.ordering.registry import POLICIES, make_policy
 from gradherd.replay.recorded import random_vectors, replay_order
 from gradherd.sparsify.registry import SPARSIFIERS
+from gradherd.sparsify.selector import Selector
 
 NUMBER = (int, float)
 """TOML reads 1 as an integer where 1.0 is meant."""
@@ -247,21 +249,33 @@ KINDS: dict[str, StudyKind] = {"compare": CompareStudy(), "herding": HerdingStud
 def kind_of(study: Study) -> StudyKind:
     """Return the kind of a study; it may be `path/to/file.py:ClassName`, relative to its file.
 
+    Registers the study's own methods first: whoever makes or reads runs asks for the kind.
+
     Raises:
-        ValueError: There is no such kind.
+        ValueError: There is no such kind, or no such method.
     """
+    for name, home in study.methods.items():
+        own = _own_class(home, study.folder, f"method {name!r}", Selector)
+        if SPARSIFIERS.setdefault(name, own) is not own:
+            raise ValueError(f"method {name!r}: there is another one of that name")
     if ":" not in study.kind:
         check_known("kind", study.kind, (*KINDS, "path/to/file.py:ClassName"))
         return KINDS[study.kind]
-    file, _, name = task_path(study.kind, study.folder).rpartition(":")
     what = f"kind {study.kind!r}"
+    made: StudyKind = _own_class(study.kind, study.folder, what, StudyKind)()
+    return made
+
+
+@functools.cache
+def _own_class(home: str, folder: Path, what: str, base: type) -> Any:
+    """Return the class `path/to/file.py:ClassName` that a study brings along."""
+    file, _, name = task_path(home, folder).rpartition(":")
     if not Path(file).is_file():
         raise ValueError(f"{what}: there is no file {file!r}")
-    kind = getattr(import_file(Path(file), what), name, None)
-    if not (isinstance(kind, type) and issubclass(kind, StudyKind)):
-        raise ValueError(f"{what}: {file!r} has no StudyKind {name!r}")
-    made: StudyKind = kind()
-    return made
+    found = getattr(import_file(Path(file), what), name, None)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ValueError(f"{what}: {file!r} has no {base.__name__} {name!r}")
+    return found
 
 
 def task_path(task: str, folder: Path) -> str:

@@ -54,7 +54,6 @@ class Deft(Selector):
     """Share of the coordinates to send, approximately: every piece sends at least one."""
 
     exclusive = True
-    uses_layers = True
 
     def __post_init__(self) -> None:
         check_density(self.density)

@@ -7,8 +7,8 @@ import torch
 from gradherd.sparsify.basics import Dense
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.thresholds import Sage, SageState
 from gradherd.sparsify.virtual_workers import VirtualWorkers
+from studies.methods.sage import Sage, SageState
 
 SIZES = [1, 2, 3]
 DIMS = [1, 2, 31, 5000]

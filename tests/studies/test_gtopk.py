@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradherd.lab.ranks import run_ranks
-from gradherd.sparsify.gtopk import GTopK
+from studies.methods.gtopk import GTopK
 from tests.sparsify import one_step
-from tests.sparsify import reference_gtopk as reference
 from tests.sparsify.reference_error_feedback import (
     actual,
     assert_conserved,
@@ -16,6 +15,7 @@ from tests.sparsify.reference_error_feedback import (
     gradients,
     number,
 )
+from tests.studies import reference_gtopk as reference
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])

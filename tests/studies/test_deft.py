@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradherd.lab.ranks import run_ranks
-from gradherd.sparsify.deft import Deft, allocate, assign, norms
+from studies.methods.deft import Deft, allocate, assign, norms
 from tests.sparsify import one_step
-from tests.sparsify import reference_deft as reference
 from tests.sparsify.reference_error_feedback import (
     actual,
     assert_conserved,
@@ -16,6 +15,7 @@ from tests.sparsify.reference_error_feedback import (
     gradients,
     number,
 )
+from tests.studies import reference_deft as reference
 
 LAYERS = {1: [1], 2: [1, 1], 31: [7, 1, 20, 3], 1000: [300, 5, 1, 494, 100, 2, 98]}
 SCALES = {1: [1], 2: [1, 1], 31: [1, 1, 0.5, 9], 1000: [0.1, 30, 1, 0.3, 0.1, 30, 1]}

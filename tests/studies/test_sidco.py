@@ -7,8 +7,8 @@ import torch
 from gradherd.sparsify.basics import Dense
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.thresholds import SIDCo, SIDCoState, gamma, gamma_quantile, pareto
 from gradherd.sparsify.virtual_workers import VirtualWorkers
+from studies.methods.sidco import SIDCo, SIDCoState, gamma, gamma_quantile, pareto
 
 SIZES = [1, 2, 3]
 DIMS = [1, 2, 31, 5000]
