@@ -5,10 +5,8 @@ import io
 import json
 import lzma
 import os
-import pickle
 import struct
 import subprocess
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -20,28 +18,25 @@ from gradherd.cli.main import main
 from gradherd.comm.world import World
 from gradherd.hooks.state import unpack
 from gradherd.lab.report.arms import find_records
-from gradherd.lab.tasks.data_files import MissingData, find_dataset
+from gradherd.lab.tasks.data_files import (
+    DamagedData,
+    MissingData,
+    find_dataset,
+    read_arrays,
+    read_file,
+)
 from gradherd.lab.tasks.hmda import HMDA
 from gradherd.lab.tasks.images import load_cifar10
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.tasks.safe_readers import (
-    MAX_BYTES,
-    DamagedData,
-    parse_idx,
-    parse_npz,
-    parse_tiles,
-    read_file,
-)
 from gradherd.lab.train.checkpoint import CheckpointStore, NoUsableCheckpoint
 from gradherd.lab.train.record import RECORD_FILE, read_record, write_record
 from gradherd.replay.recorded import load_vectors, open_array
 from tests.lab.report.sample_records import record
 from tests.lab.tasks import fake_data
 from tests.stress.fuzz import fuzz, limits
-from tests.stress.mutations import Marker, bomb
-from tests.stress.targets import TARGETS, any_edition
+from tests.stress.mutations import bomb
+from tests.stress.targets import TARGETS
 
-HERE = Path("some") / "file"
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/statm").exists(), reason="needs /proc to see how much memory is taken"
 )
@@ -52,12 +47,6 @@ def test_a_hundred_spoilt_files():  # `make stress` reads 10,000
     outcomes = sum(found.values(), start=next(iter(found.values())).__class__())
     assert outcomes["read"] > 10 and outcomes["refused"] > 50
     assert len(found) > 0.8 * len(TARGETS)
-
-
-@pytest.fixture
-def any_set():
-    with any_edition():
-        yield
 
 
 # Arrays.
@@ -86,11 +75,11 @@ def test_headers_that_numpy_stumbles_over(tmp_path, case):
     (tmp_path / "g.npy").write_bytes(content)
     with pytest.raises(ValueError, match=r"g\.npy: (not a \.npy file|array holds)"):
         open_array(tmp_path / "g.npy", ("a", "b", "c"))
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
+    with zipfile.ZipFile(tmp_path / "some.npz", "w") as archive:
         archive.writestr("X.npy", content)
-    with pytest.raises(DamagedData, match=r"some/file is not a valid \.npz"):
-        parse_npz(file.getvalue(), HERE, ("X",))
+    if case != "nothing":  # an array without bytes, which HMDA refuses by its shape
+        with pytest.raises(DamagedData, match=r"some\.npz is not a valid \.npz"):
+            read_arrays(tmp_path / "some.npz", ("X",))
 
 
 @pytest.mark.parametrize("kind", ["m8[s]", "M8[s]"])
@@ -132,25 +121,24 @@ def archived(packing: int = zipfile.ZIP_DEFLATED, size: int = 8, **more: bytes) 
     return bytearray(file.getvalue())
 
 
-def test_zip_bombs_are_refused_before_they_unpack():
+def test_zip_bombs_are_refused_before_they_unpack(tmp_path):
+    (tmp_path / "some.npz").write_bytes(archived(size=1 << 28))
     with limits(), pytest.raises(DamagedData, match="bytes, 268,435,456 are allowed"):
-        parse_npz(bytes(archived(size=MAX_BYTES + 1)), HERE, ("X",))
+        read_arrays(tmp_path / "some.npz", ("X",))
 
 
 @pytest.mark.parametrize("field", [8, 10, 24], ids=["flags", "packing", "size"])
-def test_directories_of_archives_that_lie(field):
+def test_directories_of_archives_that_lie(tmp_path, field):
     content = archived()
     at = content.index(b"PK\1\2") + field
     for lie in (b"\1\0", b"\x20\0", b"\xff\xff"):
         content[at : at + 2] = lie
-        with pytest.raises(DamagedData, match=r"some/file is not a valid \.npz"):
-            parse_npz(bytes(content), HERE, ("X",))
-
-
-@pytest.mark.parametrize("packing", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_packings_that_cannot_be_stopped_in_time(packing):
-    with pytest.raises(DamagedData, match="unsupported compression method"):
-        parse_npz(bytes(archived(packing)), HERE, ("X",))
+        (tmp_path / "some.npz").write_bytes(content)
+        if field == 24 and lie == b"\xff\xff":  # more than there is: the array itself is whole
+            assert not read_arrays(tmp_path / "some.npz", ("X",))[0].any()
+            continue
+        with pytest.raises(DamagedData, match=r"some\.npz is not a valid \.npz"):
+            read_arrays(tmp_path / "some.npz", ("X",))
 
 
 # Packed files.
@@ -182,91 +170,19 @@ def test_a_file_that_is_a_hole(tmp_path):
 # Other data.
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\0\0\x08", b"\0\0\x08\x01", b"\0\0\x08\x01\xff\xff\xff\xff"]
-)
-def test_idx_files_that_end_in_their_header(content):
-    with pytest.raises(DamagedData, match="some/file"):
-        parse_idx(content, HERE, 1)
-
-
-def test_images_that_are_too_large_or_of_another_kind():
+def test_images_that_are_too_large_or_of_another_kind(tmp_path):
     image = pytest.importorskip("PIL.Image")
-    file = io.BytesIO()
-    image.new("RGB", (32, 32)).save(file, "webp", lossless=True)
-    small = file.getvalue()
-    assert parse_tiles(small, HERE, 32).shape == (1, 3, 32, 32)
+    fake_data.cifar(tmp_path, "compact")
+    path = tmp_path / "cifar10" / "data_batch_1.webp"
+    small = path.read_bytes()
     at = small.index(b"VP8L") + 9  # 14 bits of width - 1, 14 bits of height - 1
     for side in (16384, 8192):
         large = ((side - 1) | (side - 1) << 14 | small[at + 3] >> 4 << 28).to_bytes(4, "little")
-        with limits(), pytest.raises(DamagedData, match="some/file is not a valid image"):
-            parse_tiles(small[:at] + large + small[at + 4 :], HERE, 32)
-    file = io.BytesIO()
-    image.new("RGB", (32, 32)).save(file, "png")
-    with pytest.raises(DamagedData, match="some/file is not a valid image"):
-        parse_tiles(file.getvalue(), HERE, 32)
-
-
-def doubled(levels: int) -> tuple:
-    value: tuple = (0,)
-    for _ in range(levels):
-        value = (value, value)
-    return value
-
-
-class Forged:
-    """An array of objects, told to numpy as if they were numbers: their bytes become pointers."""
-
-    def __reduce__(self):
-        dtype = np.dtype("O")
-        return (
-            np.empty(0).__reduce__()[0],
-            (np.ndarray, (0,), b"b"),
-            (1, (1,), dtype, False, b"A" * 8),
-        )
-
-
-PICKLES = {
-    "run": pickle.dumps({b"data": Marker()}),
-    "objects": pickle.dumps({b"data": Forged()}, protocol=2),
-    "far memo": b"\x80\x02}r\xff\xff\xff\x7f.",  # an unpickler makes room for all before
-    "key": pickle.dumps({})[:-1] + pickle.dumps(doubled(60), 2)[2:-1] + b"K\x01s.",
-    "no end": b"\x80\x02}",
-    "old": b"(dp0\nS'\\=a'\np1\nI1\ns.",
-    "words": pickle.dumps({b"data": np.zeros(3)}),
-}
-
-
-@pytest.mark.parametrize("case", PICKLES)
-def test_pickles_that_an_unpickler_should_not_see(tmp_path, monkeypatch, any_set, case):
-    fake_data.cifar(tmp_path / "data", "pickles")
-    path = tmp_path / "data" / "cifar-10-batches-py" / "data_batch_1"
-    path.write_bytes(PICKLES[case])
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    with limits(), pytest.raises(DamagedData, match="data_batch_1"):
-        load_cifar10(tmp_path / "data")
-    assert not list((tmp_path / "here").iterdir())
-
-
-@pytest.mark.parametrize("case", ["link", "hole", "bomb", "many"])
-def test_archives_of_hostile_members(tmp_path, any_set, case):
-    path = tmp_path / "cifar-10-binary.tar.gz"
-    entry = tarfile.TarInfo("cifar-10-batches-bin/data_batch_1.bin")
-    if case == "bomb":
-        path.write_bytes(bomb(".gz"))
-    else:
-        with tarfile.open(path, "w:gz") as archive:
-            if case == "link":
-                entry.type, entry.linkname = tarfile.LNKTYPE, "/etc/passwd"
-            if case == "hole":
-                entry.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0",
-                                     "GNU.sparse.realsize": str(1 << 40)}  # fmt: skip
-                entry.size = 512
-            for _ in range(1500 if case == "many" else 1):
-                data = b"0\n".ljust(512, b"\0")
-                archive.addfile(entry, io.BytesIO(data) if case == "hole" else None)
-    with limits(), pytest.raises(DamagedData, match=r"cifar-10-binary\.tar\.gz"):
+        path.write_bytes(small[:at] + large + small[at + 4 :])
+        with limits(), pytest.raises(DamagedData, match=r"batch_1\.webp is not a valid image"):
+            load_cifar10(tmp_path)
+    image.new("RGB", (128, 128)).save(path, "png")
+    with pytest.raises(DamagedData, match=r"batch_1\.webp is not a valid image"):
         load_cifar10(tmp_path)
 
 
@@ -277,24 +193,6 @@ def test_values_whose_squares_are_none(tmp_path, value):
     np.savez(tmp_path / "hmda-2017" / "hmda-2017-NJ.npz", X=rows, y=np.zeros(9))
     with pytest.raises(DamagedData, match="not finite and below"):
         HMDA().load(tmp_path)
-
-
-def test_series_whose_values_are_none(tmp_path, any_set):
-    fake_data.m4(tmp_path, "public")
-    path = tmp_path / "m4" / "Weekly-train.csv"
-    path.write_text(path.read_text().replace('"W3","', '"W3\x1b[2J","1e300","', 1))
-    with pytest.raises(DamagedData, match=r"series 'W3.\[2J' is not all finite"):
-        find_task("m4-mlp").load(tmp_path)
-
-
-def test_a_vocabulary_that_is_nested(tmp_path, any_set):
-    for make in (fake_data.wikitext, fake_data.gpt2_bpe):
-        make(tmp_path, "public")
-    (tmp_path / "gpt2-bpe" / "encoder.json").write_text("[" * 100_000)
-    with pytest.raises(
-        DamagedData, match=r"gpt2-bpe is not GPT-2.s vocabulary: .* nested too deeply"
-    ):
-        find_task("wikitext2-gpt2").load(tmp_path)
 
 
 def test_names_that_no_folder_has(tmp_path, monkeypatch):

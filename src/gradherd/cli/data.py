@@ -173,8 +173,8 @@ class DataCheckCommand:
             raise SystemExit(1)
 
     def _entry(self, name: str, advance: Callable[[], None]) -> dict[str, Any]:
+        from gradherd.lab.tasks.data_files import DamagedData
         from gradherd.lab.tasks.download import verify_dataset
-        from gradherd.lab.tasks.safe_readers import DamagedData
 
         local, problem = find_local(name, self.data_dir), None
         status = "missing" if local is None else "ok"

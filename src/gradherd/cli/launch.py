@@ -18,7 +18,7 @@ from gradherd.cli.options import TrainingOptions
 from gradherd.cli.progress import ProgressBar, is_quiet
 from gradherd.comm.world import World, join_torchrun_group
 from gradherd.lab.ranks import RankError, run_ranks
-from gradherd.lab.tasks.safe_readers import DamagedData
+from gradherd.lab.tasks.data_files import DamagedData
 from gradherd.lab.tasks.task import BadTask
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.record import RunRecord

@@ -218,7 +218,7 @@ def check_data(task: Task, data_dir: Path | None, configs: Sequence[RunConfig] =
             raise UsageError(str(error)) from None
     if not configs:
         return
-    from gradherd.lab.tasks.safe_readers import DamagedData
+    from gradherd.lab.tasks.data_files import DamagedData
     from gradherd.lab.tasks.task import UnsuitableSettings
     from gradherd.lab.train.runner import check_suitable
 

@@ -143,7 +143,7 @@ class StudyCommand:
         from gradherd.cli.progress import ProgressBar, is_quiet
         from gradherd.lab.study.kinds import RunContext, task_path
         from gradherd.lab.study.run import ProcessDied, run_planned
-        from gradherd.lab.tasks.safe_readers import DamagedData
+        from gradherd.lab.tasks.data_files import DamagedData
         from gradherd.lab.tasks.task import BadTask, UnsuitableSettings
 
         if not todo:

@@ -4,6 +4,7 @@ import functools
 import hashlib
 import http.server
 import json
+import tarfile
 import threading
 import zipfile
 from dataclasses import replace
@@ -158,10 +159,28 @@ def test_get_refuses_one_wrong_byte(capsys, any_edition, server, monkeypatch):
     assert run(capsys, "get", "gpt2-bpe")[0] == 0
 
 
-@pytest.mark.parametrize("content", [b"<html>", b"PK\x05\x06" + bytes(18)])
-def test_get_refuses_an_archive_that_is_none(capsys, any_edition, server, content):
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [(b"<html>", "not a valid archive"), (b"PK\x05\x06" + bytes(18), "some files are missing")],
+)
+def test_get_refuses_an_archive_that_is_none(capsys, any_edition, server, content, complaint):
     (server / "SST-2.zip").write_bytes(content)
-    fails(capsys, "sst2", "SST-2.zip is not a valid archive")
+    fails(capsys, "sst2", complaint)
+
+
+@pytest.mark.parametrize("case", ["link", "out", "html"])
+def test_get_refuses_an_archive_that_leads_out(capsys, any_edition, server, case):
+    path = server / "cifar-10-binary.tar.gz"
+    if case == "html":
+        path.write_bytes(b"<html>")
+    else:
+        name = "../../outside" if case == "out" else "cifar-10-batches-bin/data_batch_1.bin"
+        entry = tarfile.TarInfo(name)
+        if case == "link":
+            entry.type, entry.linkname = tarfile.LNKTYPE, "/etc/passwd"
+        with tarfile.open(path, "w:gz") as archive:
+            archive.addfile(entry)
+    fails(capsys, "cifar10", "cifar-10-binary.tar.gz is not a valid archive")
 
 
 def test_get_mends_what_is_damaged(capsys, any_edition, server):
@@ -201,7 +220,7 @@ def test_list_tells_where_and_how(capsys, any_edition, tmp_path):
         "advice": None,
     }
     assert sets["cifar10"]["found"] is None
-    assert sets["cifar10"]["advice"].startswith("gradherd data get cifar10, or put ")
+    assert sets["cifar10"]["advice"].startswith("gradherd data get cifar10, or unpack ")
     assert sets["wikitext-2"]["tasks"] == [
         "wikitext2-lstm",
         "wikitext2-lstm-carried",

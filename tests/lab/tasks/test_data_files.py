@@ -1,10 +1,7 @@
 """Finding and reading data, made up and real, whole and damaged."""
 
 import gzip
-import os
-import pickle
 import shutil
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -49,11 +46,8 @@ def test_compact_and_public_forms_are_the_same_data(any_edition, tmp_path, task)
     assert len(splits[0].train[0]) > 1 and len(splits[0].test[0]) > 1
 
 
-@pytest.mark.parametrize("form", ["compact", "archive", "pickles", "pickles of Python 2"])
-def test_cifar_in_every_form(any_edition, tmp_path, form):
-    task = find_task("cifar10-lenet")
-    expected = task.load(make(tmp_path / "bin", "cifar10-lenet", "public"))
-    assert same(task.load(make(tmp_path / "other", "cifar10-lenet", form)), expected)
+def test_cifar_images_and_labels(any_edition, tmp_path):
+    expected = find_task("cifar10-lenet").load(make(tmp_path, "cifar10-lenet", "public"))
     rows = np.concatenate([fake_data.cifar_rows(seed) for seed in range(5)])
     assert np.array_equal(expected.train[1].numpy(), rows[:, 0])
     assert np.array_equal(expected.train[0].numpy().reshape(80, -1), rows[:, 1:])
@@ -239,9 +233,6 @@ FILES = [
     ("cifar10-lenet", "compact", "cifar10/data_batch_1.webp"),
     ("cifar10-lenet", "compact", "cifar10/labels.npz"),
     ("cifar10-lenet", "public", "cifar-10-batches-bin/test_batch.bin"),
-    ("cifar10-lenet", "archive", "cifar-10-binary.tar.gz"),
-    ("cifar10-lenet", "pickles", "cifar-10-batches-py/data_batch_1"),
-    ("cifar10-lenet", "pickles of Python 2", "cifar-10-batches-py/data_batch_5"),
     ("fashion-lenet", "compact", "fashion-mnist/train-images-idx3-ubyte.gz"),
     ("fashion-lenet", "public", "FashionMNIST/raw/t10k-labels-idx1-ubyte"),
     ("sst2-transformer", "compact", "sst2/dev.tsv.xz"),
@@ -252,6 +243,7 @@ FILES = [
 @pytest.mark.parametrize(("task", "form", "file"), FILES)
 def test_a_damaged_file_is_named(any_edition, tmp_path, task, form, file, damage):
     path = make(tmp_path, task, form) / file
+    fake_data.publish(tmp_path)
     whole = path.read_bytes()
     noise = np.random.default_rng(0).bytes(5000)
     path.write_bytes(
@@ -265,8 +257,7 @@ def test_a_damaged_file_is_named(any_edition, tmp_path, task, form, file, damage
     with pytest.raises(DamagedData) as error:
         find_task(task).load(tmp_path)
     assert "\n" not in str(error.value)
-    named = path.parent.name if path.suffix in (".bin", ".json") else path.name
-    assert named in str(error.value)
+    assert path.name in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +268,7 @@ def test_a_damaged_file_is_named(any_edition, tmp_path, task, form, file, damage
         ({"X": np.zeros((5, 18)), "y": np.full(5, 2)}, "labels other than 0, 1"),
         ({"X": np.full((5, 18), np.nan), "y": np.zeros(5)}, "not finite"),
         ({"X": np.full((5, 18), "a"), "y": np.zeros(5)}, "expected numbers"),
-        ({"X": np.zeros((5, 18))}, "it has no array 'y'"),
+        ({"X": np.zeros((5, 18))}, "y is not a file in the archive"),
         ({"X": np.array([None] * 3), "y": np.zeros(5)}, "allow_pickle=False"),
     ],
 )
@@ -291,68 +282,24 @@ def test_hmda_archives_of_another_kind(tmp_path, content, complaint):
 @pytest.mark.parametrize(
     ("task", "file", "old", "new", "complaint"),
     [
-        ("m4-mlp", "m4/Weekly-train.csv", '"W3"', '"W77"', "do not hold the same series"),
-        ("m4-mlp", "m4/Weekly-train.csv", '"W3","', '"W3","x', "series W3: could not convert"),
-        ("m4-mlp", "m4/Weekly-train.csv", '"W3","', '"W3","inf","', "not all finite"),
-        ("m4-mlp", "m4/Weekly-test.csv", '"W3","', '"W3","1","', "series W3 has 63 [+] 14"),
-        ("sst2-transformer", "SST-2/train.tsv", "\t1\n", "\t7\n", r"row \d+ is not a phrase"),
-        ("wikitext2-gpt2", "gpt2-bpe/vocab.bpe", "t h", "t", "must hold two tokens"),
-        ("wikitext2-gpt2", "gpt2-bpe/encoder.json", ": 33,", ": 70000,", "tokens must be below"),
-        ("wikitext2-gpt2", "gpt2-bpe/encoder.json", r"\u0120the", r"\u0120thx", "no token 'Ġthe'"),
+        ("m4-mlp", "m4/Weekly-train.csv", b'"W3"', b'"W7"', "is damaged, or not the published"),
+        ("m4-mlp", "m4/Weekly-test.csv", b'"W3","', b'"W3","1","', "is not the published file"),
+        ("sst2-transformer", "SST-2/train.tsv", b"\t1\n", b"\t7\n", "is damaged"),
+        ("wikitext2-gpt2", "gpt2-bpe/vocab.bpe", b"t h", b"t", "is truncated"),
+        ("wikitext2-lstm", "wikitext-2/wiki.test.tokens", b"cat", b"c\xfft", "is damaged"),
+        ("cifar10-lenet", "cifar-10-batches-bin/data_batch_2.bin", b"\x09", b"\x0b", "is damaged"),
+        ("fashion-lenet", "FashionMNIST/raw/t10k-labels-idx1-ubyte", b"\3", b"\x0b", "is damaged"),
     ],
-)
-def test_tables_of_another_kind(any_edition, tmp_path, task, file, old, new, complaint):
+)  # fmt: skip
+def test_whatever_is_changed_is_refused(any_edition, tmp_path, task, file, old, new, complaint):
     path = make(tmp_path, task, "public") / file
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
-    if "70000" in new:  # the byte it stands for must occur
-        text_path = tmp_path / "wikitext-2" / "wiki.train.tokens"
-        text_path.write_text("! " + text_path.read_text())
-    with pytest.raises(DamagedData, match=complaint):
+    fake_data.publish(tmp_path)
+    find_task(task).load(tmp_path)
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new, 1))
+    with pytest.raises(DamagedData, match=f"{path.name} {complaint}"):
         find_task(task).load(tmp_path)
-
-
-def test_labels_beyond_the_kinds(any_edition, tmp_path):
-    make(tmp_path, "cifar10-lenet", "public")
-    path = tmp_path / "cifar-10-batches-bin" / "data_batch_2.bin"
-    path.write_bytes(b"\x0b" + path.read_bytes()[1:])
-    with pytest.raises(DamagedData, match="data_batch_2 has label 11, expected 0 to 9"):
-        find_task("cifar10-lenet").load(tmp_path)
-    make(tmp_path, "fashion-lenet", "public")
-    path = tmp_path / "FashionMNIST/raw/train-labels-idx1-ubyte"
-    path.write_bytes(path.read_bytes()[:-1] + b"\x0b")
-    with pytest.raises(DamagedData, match="label 11, expected 0 to 9"):
-        find_task("fashion-lenet").load(tmp_path)
-
-
-def test_archives_of_another_kind(any_edition, tmp_path):
-    for names, complaint in (
-        (fake_data.BATCHES[:3], r"lacks data_batch_4\.bin"),
-        (fake_data.BATCHES, "0 byte"),
-    ):
-        with tarfile.open(tmp_path / "cifar-10-binary.tar.gz", "w:gz") as archive:
-            for name in names:
-                archive.addfile(tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin"))
-        with pytest.raises(DamagedData, match=complaint):
-            find_task("cifar10-lenet").load(tmp_path)
-
-
-class Evil:
-    def __reduce__(self):
-        return os.mkdir, ("was-here",)
-
-
-@pytest.mark.parametrize("content", [Evil(), {b"data": Evil()}, [1], {b"labels": [1]}, {1: 2}])
-@pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_pickles_run_nothing(any_edition, tmp_path, monkeypatch, content, protocol):
-    monkeypatch.chdir(tmp_path)
-    make(tmp_path, "cifar10-lenet", "pickles")
-    path = tmp_path / "cifar-10-batches-py" / "data_batch_1"
-    path.write_bytes(pickle.dumps(content, protocol))
-    with pytest.raises(DamagedData, match="data_batch_1"):
-        find_task("cifar10-lenet").load(tmp_path)
-    assert not (tmp_path / "was-here").exists()
 
 
 # What was published is known: sizes and checksums.

@@ -54,20 +54,6 @@ def test_lines_are_cut_one_by_one(lines):
     assert list(BYTES.encode_lines(lines)) == [BYTES.encode(line) for line in lines]
 
 
-@pytest.mark.parametrize(
-    ("encoder", "ranks"),
-    [("[1]", ""), ('{"a": "b"}', ""), ("{", ""), ('{"a": 1}', "a b c"), ('{"a": 1}', "a")],
-)
-def test_files_that_are_no_vocabulary(encoder, ranks):
-    with pytest.raises(ValueError):
-        BytePairEncoder.parse(encoder, ranks)
-
-
-def test_a_token_that_lacks_is_named():
-    with pytest.raises(ValueError, match="no token 'b'"):
-        BytePairEncoder({"a": 0}, {}).encode("ab")
-
-
 GOLDEN = {
     "Hello world": [15496, 995],
     "  It's 1,234 o'clock  \n\n": [220, 632, 338, 352, 11, 24409, 267, 6, 15750, 220, 220, 628],

@@ -9,7 +9,7 @@ from torch import nn
 from gradherd.cli.main import main
 from gradherd.lab.tasks import TASKS, Defaults, Split, find_task
 from gradherd.rows.capture import Capture
-from tests.lab.tasks.fake_data import MAKERS
+from tests.lab.tasks.fake_data import MAKERS, publish
 
 PARAMETERS = {
     "digits": 650,
@@ -251,12 +251,13 @@ def test_settings_that_a_carried_state_refuses(
 
 def test_damaged_data_that_are_read_before_training(any_edition, capsys, tmp_path, monkeypatch):
     MAKERS["wikitext-2"](tmp_path / "data", "public")
+    publish(tmp_path / "data")
     (tmp_path / "data" / "wikitext-2" / "wiki.test.tokens").write_text("too short\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
         main(["train", "wikitext2-lstm-carried", "--data-dir=data", "--out=out"])
     assert stop.value.code == 1 and not (tmp_path / "out").exists()
-    assert capsys.readouterr().err.endswith("wiki.test.tokens has only 3 words\n")
+    assert "wiki.test.tokens is truncated: 10 bytes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("loaded", ["m4-mlp"], indirect=True)

@@ -1,19 +1,33 @@
-"""Finding data sets on disk: in a given folder, in GRADHERD_DATA, or in the cache folder.
+"""Finding and reading data sets: in a given folder, in GRADHERD_DATA or in the cache folder.
 
-`safe_readers` is imported where a file is read: it needs numpy, and finding files does not.
+A file may be damaged or hostile. What was published has a checksum, so whatever is read is either
+the published content or refused with DamagedData, which names the file; only files without a
+checksum are examined further. No file takes more memory than its kind can need, and no pickle is
+read.
 """
 
+import gzip
 import hashlib
+import io
+import lzma
 import os
+import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from gradherd.lab.tasks.datasets import DATASETS, DataFile, DataSet, Form
 from gradherd.lab.text import printable
 
-# The plain file first: it is the fastest to read.
-_SUFFIXES = ("", ".xz", ".gz")
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# How a file is opened, by its suffix. The plain file first: it is the fastest to read.
+_OPENERS: dict[str, Any] = {"": open, ".xz": lzma.open, ".gz": gzip.open}
+_MAX_BYTES = 1 << 28
+"""Largest decompressed size of a file whose size is not known in advance."""
 
 
 class MissingData(ValueError):
@@ -22,6 +36,54 @@ class MissingData(ValueError):
     def __init__(self, message: str) -> None:
         """Take a message that quotes folder names; make it safe to print on a terminal."""
         super().__init__(printable(message))
+
+
+class DamagedData(ValueError):
+    """A file is truncated, damaged or not what its name says; the message starts with its path."""
+
+    def __init__(self, message: str) -> None:
+        """Take a message that may quote a file; make it safe to print on a terminal."""
+        # Shortened first: escaping a line of megabytes would take seconds.
+        super().__init__(printable(message[:2000], 1000))
+
+
+def read_file(path: Path, max_bytes: int = _MAX_BYTES) -> bytes:
+    """Return the content of a file, decompressed if its name ends in .xz or .gz.
+
+    Args:
+        path: The file.
+        max_bytes: Largest decompressed size; no more is decompressed than that.
+
+    Raises:
+        DamagedData: The file cannot be read or decompressed, or is larger.
+    """
+    try:
+        if not path.is_file():  # Reading a named pipe would block forever.
+            raise OSError("it is not a file")
+        with _OPENERS.get(path.suffix, open)(path, "rb") as file:
+            content: bytes = file.read(max_bytes + 1)
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        raise DamagedData(f"{path} cannot be read: {error}; fetch it again") from None
+    if len(content) > max_bytes:
+        raise DamagedData(
+            f"{path} is not the expected file: it has more than {max_bytes:,} bytes unpacked"
+        )
+    return content
+
+
+def read_arrays(path: Path, names: tuple[str, ...]) -> "list[NDArray[Any]]":
+    """Return the arrays of these names from an .npz archive; raise DamagedData if it has none."""
+    import numpy as np  # not needed to find files
+
+    content = io.BytesIO(read_file(path))
+    try:
+        size = sum(member.file_size for member in zipfile.ZipFile(content).infolist())
+        if size > _MAX_BYTES:
+            raise ValueError(f"it would have {size:,} bytes, {_MAX_BYTES:,} are allowed")
+        with np.load(content, allow_pickle=False) as archive:
+            return [archive[name] for name in names]
+    except Exception as error:  # A crafted archive breaks zipfile and numpy in a dozen ways.
+        raise DamagedData(f"{path} is not a valid .npz archive: {error}; fetch it again") from None
 
 
 @dataclass(frozen=True)
@@ -39,23 +101,18 @@ class LocalDataSet:
         Raises:
             DamagedData: It cannot be decompressed, or is not the published file.
         """
-        from gradherd.lab.tasks.safe_readers import MAX_BYTES, read_file
-
         file = next(file for file in self.form.files if file.name == name)
         # Text with Windows line ends is larger than published, but never twice as large.
-        content = read_file(self.paths[name], MAX_BYTES if file.size is None else 2 * file.size)
+        content = read_file(self.paths[name], _MAX_BYTES if file.size is None else 2 * file.size)
         if file.text:
-            # git and editors on Windows change line ends; the checksum is that of the published
-            # file.
+            # git and editors on Windows change line ends.
             content = content.replace(b"\r\n", b"\n")
         verify_file(file, content, self.paths[name])
         return content
 
     def text(self, name: str) -> str:
         """Return a text file, decompressed and verified."""
-        from gradherd.lab.tasks.safe_readers import decode_utf8
-
-        return decode_utf8(self.read(name), self.paths[name])
+        return self.read(name).decode()
 
 
 def cache_dir() -> Path:
@@ -102,14 +159,13 @@ def find_dataset(name: str, data_dir: Path | None = None) -> LocalDataSet:
     # Folder by folder, not form by form: the folder that the user named wins, even if another one
     # has a form that is faster to read.
     for root in roots:
-        for form in dataset.forms:
-            for folder in (root / below for below in form.folders):
-                paths = _present(folder, form.files)
-                if len(paths) == len(form.files):
-                    return LocalDataSet(dataset, form, folder, paths)
-                if len(paths) > most_files:
-                    missing = next(file.name for file in form.files if file.name not in paths)
-                    most_files, hint = len(paths), f" ({folder} lacks {missing})"
+        for form, folder in dataset.places(root):
+            paths = _present(folder, form.files)
+            if len(paths) == len(form.files):
+                return LocalDataSet(dataset, form, folder, paths)
+            if len(paths) > most_files:
+                missing = next(file.name for file in form.files if file.name not in paths)
+                most_files, hint = len(paths), f" ({folder} lacks {missing})"
     download = f"run `gradherd data get {name}`, or " if dataset.downloads else ""
     searched = ", ".join(f"{root}{'' if _is_dir(root) else ' (no such folder)'}" for root in roots)
     raise MissingData(
@@ -118,9 +174,9 @@ def find_dataset(name: str, data_dir: Path | None = None) -> LocalDataSet:
     )
 
 
-def find_in_folder(dataset: DataSet, folder: Path) -> LocalDataSet | None:
-    """Return the data set if one of its forms is complete in this very folder."""
-    for form in dataset.forms:
+def find_below(dataset: DataSet, root: Path) -> LocalDataSet | None:
+    """Return the data set if one of its forms is complete in this data folder."""
+    for form, folder in dataset.places(root):
         paths = _present(folder, form.files)
         if len(paths) == len(form.files):
             return LocalDataSet(dataset, form, folder, paths)
@@ -138,8 +194,6 @@ def verify_file(file: DataFile, content: bytes, location: object) -> None:
     Raises:
         DamagedData: They differ.
     """
-    from gradherd.lab.tasks.safe_readers import DamagedData
-
     # The size first: it tells a download that was cut off from another edition.
     if file.size is not None and len(content) != file.size:
         problem = "truncated" if len(content) < file.size else "not the published file"
@@ -159,9 +213,7 @@ def _present(folder: Path, files: tuple[DataFile, ...]) -> dict[str, Path]:
     paths = {}
     for file in files:
         for path in (
-            folder / f"{name}{suffix}"
-            for name in (file.name, *file.aliases)
-            for suffix in _SUFFIXES
+            folder / f"{name}{suffix}" for name in (file.name, *file.aliases) for suffix in _OPENERS
         ):
             if is_file(path):
                 paths[file.name] = path

@@ -3,7 +3,9 @@
 Sizes and checksums are those of decompressed files, so that compression does not matter.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -38,12 +40,12 @@ class Form:
 
 @dataclass(frozen=True)
 class Download:
-    """A public address and the file to save; from a zip archive only some members are kept."""
+    """A public address and the name of the file; an archive is unpacked."""
 
     url: str
     name: str
-    members: tuple[tuple[str, str], ...] = ()
-    """(name in the archive, name to save it under)."""
+    archive: str | None = None
+    """Its format: gztar or zip."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,9 @@ class DataSet:
     """What to put into a data folder by hand, if no download is available or wanted."""
     downloads: tuple[Download, ...] = ()
 
-    def form(self, name: str) -> Form:
-        """Return the form of that name."""
-        return next(form for form in self.forms if form.name == name)
+    def places(self, root: Path) -> Iterator[tuple[Form, Path]]:
+        """Yield each form, with each folder below a data folder where it may be."""
+        yield from ((form, root / below) for form in self.forms for below in form.folders)
 
 
 CIFAR_BATCHES = (
@@ -87,18 +89,13 @@ CIFAR10 = DataSet(
             ("cifar10",),
             (*(DataFile(f"{name}.webp") for name, _ in CIFAR_BATCHES), DataFile("labels.npz")),
         ),
-        # An archive has no checksum here: its members do, whatever compressed them.
-        Form("archive", ("cifar10", ""), (DataFile("cifar-10-binary.tar.gz"),)),
-        Form(
-            "pickles",
-            ("cifar10/cifar-10-batches-py", "cifar-10-batches-py"),
-            tuple(DataFile(name) for name, _ in CIFAR_BATCHES),
-        ),
     ),
-    by_hand="put cifar-10-batches-bin/ or cifar-10-binary.tar.gz",
+    by_hand="unpack cifar-10-binary.tar.gz",
     downloads=(
         Download(
-            "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz", "cifar-10-binary.tar.gz"
+            "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+            "cifar-10-binary.tar.gz",
+            "gztar",
         ),
     ),
 )
@@ -189,13 +186,7 @@ SST2 = DataSet(
     title="SST-2 of GLUE, 68,221 phrases of film reviews",
     forms=(Form("tsv", ("sst2", "SST-2"), _SST2_FILES),),
     by_hand="put SST-2/ with train.tsv and dev.tsv",
-    downloads=(
-        Download(
-            "https://dl.fbaipublicfiles.com/glue/data/SST-2.zip",
-            "SST-2.zip",
-            (("SST-2/train.tsv", "train.tsv"), ("SST-2/dev.tsv", "dev.tsv")),
-        ),
-    ),
+    downloads=(Download("https://dl.fbaipublicfiles.com/glue/data/SST-2.zip", "SST-2.zip", "zip"),),
 )
 
 # No download: the file is made from the register with a public toolkit. Editions differ, so it has

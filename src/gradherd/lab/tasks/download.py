@@ -5,20 +5,19 @@ then move to their final place: an interrupted download leaves nothing behind.
 """
 
 import os
+import shutil
 import tempfile
 import urllib.request
-import zipfile
 from collections.abc import Callable
 from http.client import HTTPException
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 from urllib.error import HTTPError
 
-from gradherd.lab.tasks.data_files import LocalDataSet, find_in_folder
+from gradherd.lab.tasks.data_files import DamagedData, LocalDataSet, find_below
 from gradherd.lab.tasks.datasets import DataSet, Download
 from gradherd.lab.tasks.hmda import read_hmda
 from gradherd.lab.tasks.images import read_batches
-from gradherd.lab.tasks.safe_readers import ZIP_ERRORS, DamagedData, error_line, read_zip_member
 
 DownloadProgress = Callable[[str, int, int | None], None]
 """Called with a file's name, the bytes received so far, and the total (None if unknown)."""
@@ -43,35 +42,35 @@ def verify_dataset(local: LocalDataSet) -> None:
     Raises:
         DamagedData: A file is damaged; the message names it.
     """
-    reader = _READERS.get(local.dataset.name)
-    if reader is not None:
-        reader(local)
+    if local.dataset.name in _READERS:
+        _READERS[local.dataset.name](local)
         return
     for file in local.form.files:
         local.read(file.name)
 
 
 def download_dataset(dataset: DataSet, root: Path, progress: DownloadProgress) -> LocalDataSet:
-    """Download a data set into `root`/name, unless an intact copy is there, and return it.
+    """Download a data set into `root`/name, unless an intact copy is in `root`, and return it.
 
     Raises:
         DownloadError: No network, no such file, no space, or unexpected content.
     """
-    folder = root / dataset.name
     # Verified, not only present: `data get` is also the way to repair a damaged set.
-    existing = _find_intact(dataset, folder)
-    if existing is not None:
+    existing = find_below(dataset, root)
+    if existing is not None and _is_intact(existing):
         return existing
     if not dataset.downloads:
         raise DownloadError(
             f"no download is known for {dataset.name!r}: {dataset.by_hand} into {root}"
         )
+    folder = root / dataset.name if existing is None else existing.folder
     try:
         root.mkdir(parents=True, exist_ok=True)
         # Below `root`, so that the final move is a rename within one file system.
         with tempfile.TemporaryDirectory(prefix=f".{dataset.name}-", dir=root) as name:
-            _download_all(dataset, Path(name), progress)
-            downloaded = find_in_folder(dataset, Path(name))
+            for download in dataset.downloads:
+                _fetch(download, dataset, Path(name), progress)
+            downloaded = find_below(dataset, Path(name))
             if downloaded is None:
                 raise DamagedData("some files are missing")
             # Before the files move: what is in the cache folder is always complete and intact.
@@ -87,38 +86,47 @@ def download_dataset(dataset: DataSet, root: Path, progress: DownloadProgress) -
         ) from None
     except OSError as error:
         raise DownloadError(f"cannot write {dataset.name!r} into {root}: {error}") from None
-    local = find_in_folder(dataset, folder)
+    local = find_below(dataset, root)
     assert local is not None
     return local
 
 
-def _find_intact(dataset: DataSet, folder: Path) -> LocalDataSet | None:
-    local = find_in_folder(dataset, folder)
+def _is_intact(local: LocalDataSet) -> bool:
     try:
-        if local is not None:
-            verify_dataset(local)
+        verify_dataset(local)
     except DamagedData:
-        return None
-    return local
+        return False
+    return True
 
 
-def _download_all(dataset: DataSet, folder: Path, progress: DownloadProgress) -> None:
-    for download in dataset.downloads:
-        try:
-            _download_file(download, folder / download.name, progress)
-        # HTTPException is no OSError: http.client raises it for malformed answers. ValueError: a
-        # Content-Length that is no number.
-        except (OSError, HTTPException, ValueError) as error:
-            # A URLError hides the real reason, such as a failed name lookup, in `reason`; that of
-            # an HTTPError lacks the status code.
-            cause = error if isinstance(error, HTTPError) else getattr(error, "reason", error)
-            words = getattr(cause, "strerror", None) or cause  # without the system's own number
-            raise DownloadError(
-                f"cannot fetch {download.url}: {words}; try again, or {dataset.by_hand} "
-                f"into {folder.parent}"
-            ) from None
-        if download.members:
-            _unzip(download, folder)
+def _fetch(download: Download, dataset: DataSet, root: Path, progress: DownloadProgress) -> None:
+    """Download a file into the data set's folder below `root`, or an archive and unpack it."""
+    path = root / dataset.name / download.name
+    path.parent.mkdir(exist_ok=True)
+    try:
+        _download_file(download, path, progress)
+    # HTTPException is no OSError: http.client raises it for malformed answers. ValueError: a
+    # Content-Length that is no number.
+    except (OSError, HTTPException, ValueError) as error:
+        # A URLError hides the real reason, such as a failed name lookup, in `reason`; that of
+        # an HTTPError lacks the status code.
+        cause = error if isinstance(error, HTTPError) else getattr(error, "reason", error)
+        words = getattr(cause, "strerror", None) or cause  # without the system's own number
+        raise DownloadError(
+            f"cannot fetch {download.url}: {words}; try again, or {dataset.by_hand} "
+            f"into {root.parent}"
+        ) from None
+    if download.archive is not None:
+        _unpack(download, path, root)
+
+
+def _unpack(download: Download, path: Path, root: Path) -> None:
+    # The filter refuses links and paths that lead out of the folder; zip has none.
+    safely: dict[str, Any] = {"filter": "data"} if download.archive == "gztar" else {}
+    try:
+        shutil.unpack_archive(path, root, download.archive, **safely)
+    except Exception as error:  # zipfile, tarfile and zlib raise much on a damaged archive
+        raise DamagedData(f"{download.url} is not a valid archive: {error}") from None
 
 
 def _download_file(download: Download, path: Path, progress: DownloadProgress) -> None:
@@ -128,30 +136,13 @@ def _download_file(download: Download, path: Path, progress: DownloadProgress) -
     except HTTPError as error:
         error.close()  # The exception holds the connection open.
         raise
+    received = 0
     with response, path.open("wb") as file:
         length = response.headers.get("Content-Length")
         size = None if length is None else int(length)
-        received = _copy(response, file, lambda done: progress(download.name, done, size))
+        while chunk := response.read(_CHUNK):
+            received += file.write(chunk)
+            progress(download.name, received, size)
     # urllib does not report a connection that ends early.
     if size is not None and received != size:
         raise OSError(f"the connection ended after {received:,} of {size:,} bytes")
-
-
-def _copy(source: BinaryIO, target: BinaryIO, progress: Callable[[int], None]) -> int:
-    done = 0
-    while chunk := source.read(_CHUNK):
-        target.write(chunk)
-        done += len(chunk)
-        progress(done)
-    return done
-
-
-def _unzip(download: Download, folder: Path) -> None:
-    try:
-        with zipfile.ZipFile(folder / download.name) as archive:
-            # Under names of our own: a path in an archive may point outside of the folder.
-            members = {name: read_zip_member(archive, path) for path, name in download.members}
-    except (ValueError, OSError, EOFError, *ZIP_ERRORS) as error:
-        raise DamagedData(f"{download.url} is not a valid archive: {error_line(error)}") from None
-    for name, content in members.items():
-        (folder / name).write_bytes(content)

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradherd.lab.tasks.data_files import LocalDataSet, find_dataset
+from gradherd.lab.tasks.data_files import DamagedData, LocalDataSet, find_dataset, read_arrays
 from gradherd.lab.tasks.metrics import mean_over_examples
-from gradherd.lab.tasks.safe_readers import DamagedData, parse_npz, read_file
 from gradherd.lab.tasks.task import Defaults, Split, Task
 
 FEATURES = 18
@@ -93,7 +92,7 @@ def read_hmda(local: LocalDataSet, name: str = _FILE) -> tuple[NDArray[Any], NDA
     """Return (n, 18) features and (n,) labels as stored in the file of a state."""
     # Other states lie beside the one that the data set must have.
     path = local.paths.get(name, local.folder / name)
-    features, labels = parse_npz(read_file(path), path, ("X", "y"))
+    features, labels = read_arrays(path, ("X", "y"))
     if features.ndim != 2 or features.shape[1] != FEATURES or labels.shape != (len(features),):
         raise DamagedData(
             f"{path} holds X {features.shape} and y {labels.shape}, "

@@ -1,16 +1,11 @@
 """`cifar10-lenet`, `cifar10-resnet18` and `fashion-lenet`, and the data that they read.
 
-CIFAR-10 comes in several forms. Each is converted to rows of the binary form, one label byte and
-3,072 pixels, whose checksums are known.
+CIFAR-10 is read as rows of its binary form: one label byte and 3,072 pixels.
 
 Shapes: B images, C channels.
 """
 
-import itertools
-import pickletools
-import tarfile
-import warnings
-import zlib
+import io
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -23,24 +18,22 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradherd.lab.tasks.data_files import LocalDataSet, find_dataset, verify_file
-from gradherd.lab.tasks.datasets import CIFAR_BATCHES, DATASETS
-from gradherd.lab.tasks.safe_readers import (
-    MAX_BYTES,
+from gradherd.lab.tasks.data_files import (
     DamagedData,
-    error_line,
-    parse_idx,
-    parse_npz,
-    parse_tiles,
+    LocalDataSet,
+    find_dataset,
+    read_arrays,
+    verify_file,
 )
+from gradherd.lab.tasks.datasets import CIFAR_BATCHES, DATASETS
 from gradherd.lab.tasks.task import Classifier, Defaults, Split, Tensors, check_limit
 
 # A label byte, then red, green and blue planes of 32 x 32 pixels.
 ROW_BYTES = 1 + 3 * 32 * 32
 BATCH_NAMES = tuple(name for name, _ in CIFAR_BATCHES)
 Rows = NDArray[np.uint8]
-_MAX_MEMBERS = 1000
-"""Members of the archive that are examined; the real one has eight."""
+_MAX_PIXELS = 1 << 25
+"""Largest image: three times the pixels of one CIFAR-10 sheet."""
 
 
 def lenet(channels: int, padding: int = 0) -> nn.Sequential:
@@ -249,31 +242,17 @@ def read_batches(local: LocalDataSet, names: Iterable[str] = BATCH_NAMES) -> dic
     Returns:
         (m, 3073) uint8 rows of each batch.
     """
-    names = tuple(names)
-    is_archive = local.form.name == "archive"
-    # One scan for all batches: a compressed archive cannot be entered in the middle.
-    contents = _read_archive(local, names) if is_archive else {}
-    # What an error names: the file that the user can fetch again.
-    place = local.paths["cifar-10-binary.tar.gz"] if is_archive else local.folder
-    # Only the binary form has published checksums. All forms are converted to it, so one list
-    # verifies all of them, lossless WebP included.
-    published = {file.name: file for file in DATASETS["cifar10"].form("binary").files}
     batches = {}
     for name in names:
-        content = contents[name] if name in contents else _read_batch(local, name)
-        location = f"{place}: {name}"
-        verify_file(published[f"{name}.bin"], content, location)
-        if len(content) % ROW_BYTES or not content:
-            raise DamagedData(
-                f"{location} is {len(content):,} bytes, not a multiple of {ROW_BYTES}; "
-                "fetch it again"
-            )
-        rows = np.frombuffer(content, np.uint8).reshape(-1, ROW_BYTES)
-        if rows[:, 0].max() > 9:
-            raise DamagedData(
-                f"{location} has label {rows[:, 0].max()}, expected 0 to 9; fetch it again"
-            )
-        batches[name] = rows
+        if local.form.name == "sheets":
+            content = _read_sheet(local, name)
+            # The published checksums are those of the binary form: sheets are converted to it.
+            binary = DATASETS["cifar10"].forms[0]
+            (published,) = (file for file in binary.files if file.name == f"{name}.bin")
+            verify_file(published, content, f"{local.folder}: {name}")
+        else:
+            content = local.read(f"{name}.bin")
+        batches[name] = np.frombuffer(content, np.uint8).reshape(-1, ROW_BYTES)
     return batches
 
 
@@ -311,95 +290,37 @@ def _to_tensors(rows: Rows) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(pixels), torch.from_numpy(rows[:, 0].astype(np.int64))
 
 
-def _read_batch(local: LocalDataSet, name: str) -> bytes:
-    if local.form.name == "sheets":
-        return _from_sheet(local, name)
-    if local.form.name == "pickles":
-        return _from_pickle(local, name)
-    return local.read(f"{name}.bin")
-
-
-def _from_sheet(local: LocalDataSet, name: str) -> bytes:
-    path = local.paths["labels.npz"]
-    (labels,) = parse_npz(local.read("labels.npz"), path, (name,))
-    image = f"{name}.webp"
-    tiles = parse_tiles(local.read(image), local.paths[image], 32).reshape(-1, ROW_BYTES - 1)
-    if labels.shape != (len(tiles),) or labels.dtype != np.uint8:
-        raise DamagedData(
-            f"{path}: {name} has labels {labels.shape} of {labels.dtype} "
-            f"for {len(tiles):,} tiles, expected one byte for each; fetch it again"
-        )
-    return np.concatenate([labels[:, None], tiles], 1).tobytes()
-
-
-def _from_pickle(local: LocalDataSet, name: str) -> bytes:
-    """Return the rows of a batch of the Python edition, without unpickling it.
-
-    A pickle is a program. Its opcodes are only listed: the numbers after the key "labels" are the
-    labels, and the one long string of bytes is the pixels. Checksums tell whether that was right.
-    """
-    path, pixels, labels, key = local.paths[name], b"", bytearray(), b""
+def _read_sheet(local: LocalDataSet, name: str) -> bytes:
+    """Return a batch in the binary form, from tiles of a lossless WebP image."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in strings of protocol 0
-            opcodes = list(pickletools.genops(local.read(name)))
-        for opcode, argument, _ in opcodes:
-            if isinstance(argument, str) and opcode.name not in ("GLOBAL", "INST"):
-                # Python 2 wrote bytes as str, which pickletools decodes as Latin-1.
-                argument = argument.encode("latin1", "replace")
-            if isinstance(argument, bytes | bytearray):
-                key = bytes(argument)
-                pixels = key if len(key) >= ROW_BYTES - 1 else pixels
-            elif key == b"labels" and isinstance(argument, int) and "INT" in opcode.name:
-                labels.append(argument)
-    except (ValueError, TypeError, LookupError) as error:
-        raise DamagedData(f"{path} is no pickle: {error_line(error)}; fetch it again") from None
-    if not labels or len(pixels) != len(labels) * (ROW_BYTES - 1):
-        raise DamagedData(
-            f"{path} has {len(labels):,} labels and {len(pixels):,} pixels, not images; "
-            "fetch it again"
-        )
-    rows = np.frombuffer(pixels, np.uint8).reshape(len(labels), -1)
-    return np.concatenate([np.frombuffer(labels, np.uint8)[:, None], rows], 1).tobytes()
-
-
-def _read_archive(local: LocalDataSet, names: tuple[str, ...]) -> dict[str, bytes]:
-    """Read some batches from the archive in one scan; nothing is written to disk."""
-    (path,) = local.paths.values()
-    wanted = {f"cifar-10-batches-bin/{name}.bin": name for name in names}
-    contents: dict[str, bytes] = {}
-    try:
-        # In stream mode ("r|") no header can make tarfile seek backwards and loop.
-        with tarfile.open(path, mode="r|gz") as archive:
-            for member in itertools.islice(archive, _MAX_MEMBERS):
-                # No links, and no sparse files, which expand to more than the archive holds.
-                plain = member.isreg() and not member.issparse() and member.size <= MAX_BYTES
-                file = archive.extractfile(member) if plain and member.name in wanted else None
-                if file is not None:
-                    contents[wanted[member.name]] = file.read()
-                # Decompressing the rest would take seconds.
-                if len(contents) == len(wanted):
-                    break
-    except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
-        raise DamagedData(
-            f"{path} is not a valid archive: {error_line(error)}; fetch it again"
+        # Optional: only one form of one data set needs it.
+        from PIL import Image
+    except ImportError:
+        raise ValueError(
+            f"{local.paths[f'{name}.webp']} needs Pillow to be read: pip install pillow, or use "
+            "the binary version of the set"
         ) from None
-    for name in names:
-        if name not in contents:
-            raise DamagedData(f"{path} lacks {name}.bin; fetch it again")
-    return contents
+    (labels,) = read_arrays(local.paths["labels.npz"], (name,))
+    path = local.paths[f"{name}.webp"]
+    try:
+        # WebP only: a file of this name must not reach Pillow's other decoders.
+        with Image.open(io.BytesIO(local.read(path.name)), formats=("WEBP",)) as image:
+            if image.width * image.height > _MAX_PIXELS:
+                raise ValueError(f"{image.width} x {image.height} pixels are too many")
+            pixels = np.asarray(image.convert("RGB"))
+        tiles = pixels.reshape(image.height // 32, 32, image.width // 32, 32, 3)
+        rows = tiles.transpose(0, 2, 4, 1, 3).reshape(-1, ROW_BYTES - 1)
+        return np.concatenate([labels[:, None], rows], 1).tobytes()
+    # Decoders report damage in many ways, and numpy refuses labels that do not match.
+    except Exception as error:
+        raise DamagedData(f"{path} is not a valid image: {error}; fetch it again") from None
 
 
 def _read_fashion(local: LocalDataSet, part: str) -> tuple[Tensor, Tensor]:
-    image_file, label_file = f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"
-    pixels = parse_idx(local.read(image_file), local.paths[image_file], 3)
-    labels = parse_idx(local.read(label_file), local.paths[label_file], 1)
-    if pixels.shape != (len(labels), 28, 28) or not len(labels):
-        raise DamagedData(
-            f"{local.paths[image_file]} holds {pixels.shape}, "
-            f"expected ({len(labels)}, 28, 28) to match its labels"
-        )
-    if labels.max() > 9:
-        raise DamagedData(f"{local.paths[label_file]} has label {labels.max()}, expected 0 to 9")
-    # A copy, since the array shares read-only memory with the file's bytes.
-    return torch.tensor(pixels).unsqueeze(1), torch.from_numpy(labels.astype(np.int64))
+    pixels, labels = (
+        # Behind a header: what it is, and the length of each dimension.
+        np.frombuffer(local.read(f"{part}-{name}-ubyte"), np.uint8, offset=4 + 4 * dims)
+        for name, dims in (("images-idx3", 3), ("labels-idx1", 1))
+    )
+    # Copies, since the arrays share read-only memory with the file's bytes.
+    return torch.tensor(pixels).view(-1, 1, 28, 28), torch.from_numpy(labels.astype(np.int64))

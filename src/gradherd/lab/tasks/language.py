@@ -66,22 +66,10 @@ class BytePairEncoder:
 
     @classmethod
     def parse(cls, encoder: str, merges: str) -> "BytePairEncoder":
-        """Build an encoder from the text of encoder.json and vocab.bpe.
-
-        Raises:
-            ValueError: One of them is malformed.
-        """
-        try:
-            tokens = json.loads(encoder)
-        except RecursionError:
-            raise ValueError("the vocabulary is nested too deeply") from None
-        if not isinstance(tokens, dict) or not all(type(n) is int for n in tokens.values()):
-            raise ValueError("the vocabulary must be a JSON object of token ids")
+        """Build an encoder from the text of encoder.json and vocab.bpe."""
         lines = [line for line in merges.split("\n") if line and not line.startswith("#version")]
-        pairs = [tuple(line.split(" ")) for line in lines]
-        if any(len(pair) != 2 for pair in pairs):
-            raise ValueError("each line of the merges must hold two tokens")
-        return cls(tokens, {(pair[0], pair[1]): rank for rank, pair in enumerate(pairs)})
+        ranks = {tuple(line.split(" ")): rank for rank, line in enumerate(lines)}
+        return cls(json.loads(encoder), ranks)  # type: ignore[arg-type]  # two parts each
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text."""
@@ -103,9 +91,6 @@ class BytePairEncoder:
         ids = self._cache.get(word)
         if ids is None:
             parts = merge_pairs([_BYTE_CHARACTERS[byte] for byte in word.encode()], self.ranks)
-            missing = [part for part in parts if part not in self.tokens]
-            if missing:
-                raise ValueError(f"the vocabulary has no token {missing[0]!r}")
             ids = self._cache[word] = [self.tokens[part] for part in parts]
         return ids
 

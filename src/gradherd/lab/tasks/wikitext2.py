@@ -5,8 +5,9 @@ Shapes: B sequences, T tokens of each (35 words or 128 byte pairs), V tokens in 
 
 import contextlib
 import hashlib
+import io
 import os
-import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -18,10 +19,15 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradherd.lab.tasks.data_files import LocalDataSet, cache_dir, find_dataset
+from gradherd.lab.tasks.data_files import (
+    DamagedData,
+    LocalDataSet,
+    cache_dir,
+    find_dataset,
+    read_arrays,
+)
 from gradherd.lab.tasks.language import GPT2, BytePairEncoder, build_vocabulary, token_ids
 from gradherd.lab.tasks.metrics import eval_mode, mean_over_examples
-from gradherd.lab.tasks.safe_readers import DamagedData, parse_npz, read_file, split_lines
 from gradherd.lab.tasks.task import (
     Defaults,
     Split,
@@ -91,9 +97,7 @@ class WikiText2LSTM(Task):
         train, test = (_words(local.text(f"{part}.txt")) for part in ("train", "test"))
         vocabulary = build_vocabulary(train, WORDS, (UNKNOWN, END))
         parts = []
-        for name, words in (("train.txt", train), ("test.txt", test)):
-            if len(words) <= LSTM_LENGTH:
-                raise DamagedData(f"{local.paths[name]} has only {len(words)} words")
+        for words in (train, test):
             # Enough words for `limit` sequences; the vocabulary is still that of the whole text.
             used = words if limit is None else words[: limit * LSTM_LENGTH + 1]
             ids = token_ids(used, vocabulary, vocabulary[UNKNOWN])
@@ -229,7 +233,12 @@ def perplexity(model: nn.Module, tokens: Tensor, *, chunk: int) -> float:
 
 
 def _words(text: str) -> list[str]:
-    return list(chain.from_iterable([*line.split(), END] for line in split_lines(text)))
+    return list(chain.from_iterable([*line.split(), END] for line in _lines(text)))
+
+
+def _lines(text: str) -> Iterator[str]:
+    r"""Yield lines with their ends; only \n ends a line, unlike in `str.splitlines`."""
+    return iter(io.StringIO(text, newline="\n"))
 
 
 @dataclass(frozen=True)
@@ -289,28 +298,21 @@ def _blocks(text: LocalDataSet, name: str, bpe: LocalDataSet, max_tokens: int | 
     cached = cache_dir() / "tokens" / f"{hashlib.sha256(digests.encode()).hexdigest()[:32]}.npz"
     tokens = load_tokens(cached)
     if tokens is None:
-        tokens = _encode(text.text(name), bpe, max_tokens)
+        encoder = BytePairEncoder.parse(bpe.text("encoder.json"), bpe.text("vocab.bpe"))
+        tokens = _encode(text.text(name), encoder, max_tokens)
         # A part of the tokens must not be taken for all of them later.
         if max_tokens is None:
             save_tokens(cached, tokens)
-    if len(tokens) < GPT2_LENGTH:
-        raise DamagedData(f"{text.paths[name]} has only {len(tokens)} tokens")
     count = len(tokens) // GPT2_LENGTH
     return torch.from_numpy(tokens[: count * GPT2_LENGTH].astype(np.int64)).view(count, GPT2_LENGTH)
 
 
-def _encode(text: str, bpe: LocalDataSet, max_tokens: int | None) -> NDArray[np.uint16]:
-    try:
-        encoder = BytePairEncoder.parse(bpe.text("encoder.json"), bpe.text("vocab.bpe"))
-        tokens: list[int] = []
-        for line in encoder.encode_lines(split_lines(text)):
-            tokens += line
-            if max_tokens is not None and len(tokens) >= max_tokens:
-                break
-        if tokens and not 0 <= min(tokens) <= max(tokens) < TOKENS:
-            raise ValueError(f"tokens must be below {TOKENS:,}, got {max(tokens):,}")
-    except ValueError as error:
-        raise DamagedData(f"{bpe.folder} is not GPT-2's vocabulary: {error}") from None
+def _encode(text: str, encoder: BytePairEncoder, max_tokens: int | None) -> NDArray[np.uint16]:
+    tokens: list[int] = []
+    for line in encoder.encode_lines(_lines(text)):
+        tokens += line
+        if max_tokens is not None and len(tokens) >= max_tokens:
+            break
     # 50,257 tokens fit into two bytes instead of eight.
     return np.array(tokens, np.uint16)
 
@@ -318,25 +320,21 @@ def _encode(text: str, bpe: LocalDataSet, max_tokens: int | None) -> NDArray[np.
 def load_tokens(path: Path) -> NDArray[np.uint16] | None:
     """Return cached tokens; None if there are none or the file is damaged."""
     try:
-        (tokens,) = parse_npz(read_file(path), path, ("tokens",))
-    # The cache can always be rebuilt, so damage is no error.
+        return read_arrays(path, ("tokens",))[0]
+    # The cache can always be rebuilt, so damage, which the archive's checksum tells, is no error.
     except DamagedData:
         return None
-    valid = tokens.ndim == 1 and tokens.dtype == np.uint16
-    return tokens if valid and int(tokens.max(initial=0)) < TOKENS else None
 
 
 def save_tokens(path: Path, tokens: NDArray[np.uint16]) -> None:
     """Cache tokens; a folder that cannot be written to is not an error."""
+    # Written under another name and renamed: a concurrent reader never sees half a file.
+    draft = path.with_suffix(f".{os.getpid()}.npz")
     # A full disk or a read-only home only costs the seconds of tokenizing again.
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Written under another name and renamed: a concurrent reader never sees half a file.
-        handle, name = tempfile.mkstemp(prefix=".tokens-", dir=path.parent)
         try:
-            with os.fdopen(handle, "wb") as file:
-                np.savez_compressed(file, tokens=tokens)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+            np.savez_compressed(draft, tokens=tokens)
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
