@@ -2,17 +2,144 @@
 
     python benchmarks/hook_step.py --sizes 5e6,22e6,268e6 --profile
 
-One process, one nccl rank; needs torch and Triton only. Prints one JSON line per case. With
+One process, one nccl rank, which sends nothing: what a step takes beyond the dense one is what the
+hook itself costs: adding to residuals, selecting, writing the mean back, and waiting for the host
+where that happens. Needs torch and Triton only. Prints one JSON line per case. With
 `--profile`, also the kernels of a step, and the first place at which a step waits for the device.
 """
 
 import argparse
+import contextlib
 import json
+import math
 import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradherd.lab.bench.bench_sparsify import bench_hook, one_rank, training_step
+from gradherd.hooks.attach import attach
+from gradherd.lab.bench.timing import (
+    Rows,
+    elapsed_seconds,
+    make_rows,
+    medians_in_turns,
+    peak_memory,
+)
+from gradherd.sparsify.registry import make_sparsifier
+
+_LAYERS = 7
+_BLOCK = 10  # steps timed together: one alone is shorter than the host's own jitter
+_WARMUP_STEPS = 25  # until kernels are compiled, graphs captured and residuals filled
+
+
+@contextlib.contextmanager
+def one_rank(device: torch.device) -> Iterator[None]:
+    """Be a process group of one rank: nccl on a GPU, otherwise gloo."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)  # "cuda" alone has no index
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def bench_hook(
+    params: int,
+    density: float,
+    device: torch.device,
+    repeats: int,
+    arms: tuple[str, ...] = ("exdyna", "topk"),
+) -> Rows:
+    """Measure steps of an MLP: dense, and with the hook of each arm.
+
+    Args:
+        params: Approximate number of parameters.
+        density: Share of them that is sent.
+        device: Where to train; there must be a process group of one rank.
+        repeats: Blocks of steps measured of each arm; the median counts.
+        arms: Names of sparsifiers.
+
+    Returns:
+        A row for each arm, with the ratio to `dense` and the difference in seconds; `sync_free`
+        says whether a step never waited for the device (on a GPU).
+    """
+    steps = {
+        f"step {name}": training_step(params, density, device, name) for name in ("dense", *arms)
+    }
+    peaks: dict[str, int | None] = {}
+    blocks: dict[str, Callable[[], float]] = {}
+    for name, step in steps.items():
+        peaks[name] = peak_memory(partial(_repeat, step, _WARMUP_STEPS), device)
+        blocks[name] = partial(elapsed_seconds, partial(_repeat, step, _BLOCK), device)
+    seconds = {name: took / _BLOCK for name, took in medians_in_turns(blocks, repeats).items()}
+    rows = make_rows(seconds, peaks, workers=1, dim=params, sent=dict.fromkeys(steps, 0))
+    for row in rows:
+        row["added_seconds"] = row["seconds"] - rows[0]["seconds"]
+        row["sync_free"] = _is_sync_free(steps[row["case"]], device)
+    return rows
+
+
+def training_step(
+    params: int, density: float, device: torch.device, name: str
+) -> Callable[[], None]:
+    """Return one training step of a model of its own.
+
+    Args:
+        params: Approximate number of parameters.
+        density: Share of them that is sent.
+        device: Where to train.
+        name: "dense" for DDP's own exchange, or that of a sparsifier.
+    """
+    torch.manual_seed(0)
+    width = max(8, round(math.sqrt(params / _LAYERS) / 8) * 8)
+    layers: list[nn.Module] = []
+    for _ in range(_LAYERS):
+        layers += [nn.Linear(width, width, device=device), nn.ReLU()]
+    model = DDP(nn.Sequential(*layers))
+    if name != "dense":
+        attach(model, sparsify=make_sparsifier(name, density))
+    # Stepping all parameters in one launch: the optimizer is not what is measured.
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
+    # A few inputs in rotation: the same gradient every time would pile up in the residuals.
+    inputs = [torch.randn(32, width, device=device) for _ in range(5)]
+    taken = 0
+
+    def step() -> None:
+        nonlocal taken
+        taken += 1
+        model(inputs[taken % len(inputs)]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _repeat(step: Callable[[], None], count: int) -> None:
+    for _ in range(count):
+        step()
+
+
+def _is_sync_free(step: Callable[[], None], device: torch.device) -> bool | None:
+    """Return whether torch notices no wait for the device in a few steps; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            step()
+    except RuntimeError:
+        return False
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+        torch.cuda.synchronize(device)
+    return True
 
 
 def profile(params: int, density: float, device: torch.device, steps: int = 10) -> None:

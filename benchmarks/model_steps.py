@@ -33,7 +33,7 @@ from gradherd.hooks.attach import attach
 from gradherd.hooks.herd import Herd
 from gradherd.hooks.row_sources import ExampleRowSource
 from gradherd.lab.bench.bench_rows import mlp
-from gradherd.lab.bench.timing import PeakMemory
+from gradherd.lab.bench.timing import peak_memory
 from gradherd.lab.tasks.images import lenet, resnet18
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.capture import Capture
@@ -200,12 +200,18 @@ def peak_bytes(
     """Return the peak memory of a training: model, optimizer, what ordering keeps, and steps."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    with PeakMemory(device) as peak:
+    training: ModelTraining | None = None
+
+    def train() -> None:
+        nonlocal training
         training = ModelTraining(name, batch, device, compiled)
         training.attach(case)
         training.steps(_WARMUP)
+
+    peak = peak_memory(train, device)
+    assert training is not None
     training.detach()
-    return peak.bytes
+    return peak
 
 
 def _endless(loader: DataLoader[Any]) -> Iterator[Any]:

@@ -4,6 +4,7 @@ A seed is one more repetition of the same measurement: seeds differ by the machi
 """
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +13,6 @@ from gradherd.advise.choices import Setting, predict
 from gradherd.advise.costs import NetworkLink, typical_overheads
 from gradherd.lab.bench.bench_balancing import bench_coordination, bench_signs
 from gradherd.lab.bench.bench_step import bench_step
-from gradherd.lab.bench.bench_virtual import LEAST_STEPS, bench_virtual
 from gradherd.lab.ranks import run_ranks
 from gradherd.lab.study.file import Study
 from gradherd.lab.study.kinds import (
@@ -25,7 +25,11 @@ from gradherd.lab.study.kinds import (
     check_settings,
     refuse_task,
 )
+from gradherd.lab.tasks.registry import import_file
 from gradherd.lab.text import check_known
+
+# By its path: a study file, and so this one, may be used from any folder.
+virtual = import_file(Path(__file__).parents[2] / "benchmarks" / "virtual_steps.py", "benchmark")
 
 CASES: Mapping[str, tuple[str, ...]] = {
     "coordination": ("workers", "dim", "repeats"),
@@ -76,8 +80,10 @@ class CostStudy(StudyKind):
         keys = {name: self.keys[name] for name in used}
         settings = check_settings(keys, defaults, {**shared, **arm})
         check_positive(settings, *(name for name in used if self.keys[name] is int))
-        if case == "virtual" and settings["steps"] < LEAST_STEPS:
-            raise ValueError(f"steps must be at least {LEAST_STEPS}, got {settings['steps']}")
+        if case == "virtual" and settings["steps"] < virtual.LEAST_STEPS:
+            raise ValueError(
+                f"steps must be at least {virtual.LEAST_STEPS}, got {settings['steps']}"
+            )
         # Built once to check it, before any run.
         if case == "advise":
             _setting(settings)
@@ -100,7 +106,8 @@ def _measure(settings: Mapping[str, Any], device: torch.device) -> list[dict[str
     case, workers = settings["case"], settings["workers"]
     repeats: int = settings.get("repeats", 1)
     if case == "virtual":
-        return bench_virtual(workers, settings["batch_size"], settings["steps"], repeats, device)
+        batch, steps = settings["batch_size"], settings["steps"]
+        return virtual.bench_virtual(workers, batch, steps, repeats, device)  # type: ignore[no-any-return]
     if case == "advise":
         return _predict(_setting(settings))
     dim = settings["dim"]

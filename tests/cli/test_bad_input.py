@@ -234,13 +234,11 @@ bench sparsify --density 0 | --density must be in (0, 1], got 0
 bench step --exchanges x | --exchanges: unknown 'x'
 bench step --batch 0 | --batch must be at least 1, got 0
 bench step --params 0 | --params: '0' is not a positive whole number
-bench virtual --workers 0 | --workers must be at least 1, got 0
 bench coordination --repeats 0 | --repeats must be at least 1, got 0
 bench dance | unknown command 'bench dance'
 bench signs --dim inf | --dim: 'inf' is not a positive whole number
 bench signs --device meta | --device must be cpu or cuda, got 'meta'
 bench rows --params 1e4,1e5 | --params must be one number
-bench virtual --steps 1 | --steps must be at least 2, got 1
 advise --params 1M --backward | --backward: expected one argument
 advise --params 1M --backward 1 --bandwidth 0 | '0' must be above 0
 advise --model resnet50 --overhead order=-1 | : --overhead order: '-1' must be above 0

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from benchmarks.hook_step import one_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradherd as gh
-from gradherd.lab.bench.bench_sparsify import one_rank
 from tests.gpu import only_gpu
 
 pytestmark = [

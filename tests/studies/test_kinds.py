@@ -5,11 +5,11 @@ import torch
 
 from gradherd.advise.choices import Setting, predict
 from gradherd.advise.costs import NetworkLink, typical_overheads
-from gradherd.lab.bench import bench_virtual as virtual
 from gradherd.lab.study.file import read_study
 from gradherd.lab.study.kinds import RunContext, StudyProgress, kind_of
 from gradherd.lab.study.run import missing_runs, plan_runs, run_planned
-from gradherd.lab.tasks.registry import find_task
+from gradherd.lab.tasks import registry
+from gradherd.lab.tasks.registry import find_task, import_file
 from gradherd.ordering.sharding import UnitSharding
 from studies.kinds.density import density_figures
 from studies.methods import METHODS
@@ -108,7 +108,12 @@ def test_cost_is_measured_on_real_ranks(tmp_path):
 
 
 def test_cost_of_virtual_runs_needs_no_dim(tmp_path, monkeypatch):
-    monkeypatch.setattr(virtual, "CASES", virtual.CASES[:3])  # Nine runs take long to trace.
+    def with_few_cases(path, what):
+        module = import_file(path, what)
+        module.CASES = module.CASES[:3]  # Nine runs take long to trace.
+        return module
+
+    monkeypatch.setattr(registry, "import_file", with_few_cases)  # by which the kind gets it
     arm = {"case": "virtual", "workers": 2, "steps": 2}
     one = study(COST, [arm], {"repeats": 1})
     (found,) = results_of(one, tmp_path).values()

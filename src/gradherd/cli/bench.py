@@ -144,10 +144,8 @@ class BenchSparsifyCommand(_BenchCommand):
 
     Selection (workers = 1): copy reads and writes every element once; eager adds the residual,
     selects above a threshold and clears, as one would write it in torch; topk does so with
-    torch.topk; fused is gradherd's. Steps (workers = 1): a whole DDP step of an MLP, dense and with
-    the hooks of exdyna and topk; sync_free says that a step never waits for the GPU. Exchange:
-    DDP's own all-reduce (dense), torch's hooks fp16 and powersgd (rank 1), and exdyna with
-    everything it does. Ratios are relative to copy, to the dense step and to dense.
+    torch.topk; fused is gradherd's. Exchange: DDP's own all-reduce (dense), torch's hooks fp16 and
+    powersgd (rank 1), and exdyna with everything it does. Ratios are relative to copy and to dense.
 
     Example: gradherd bench sparsify --workers 4 --dim 1e7
     """
@@ -161,7 +159,7 @@ class BenchSparsifyCommand(_BenchCommand):
     repeats: int = 15
     """Exchanges to measure; the median counts."""
     device: str = "cpu"
-    """Where to measure selection and steps, cpu or cuda; exchanges are measured on the CPU only."""
+    """Where to measure selection, cpu or cuda; exchanges are measured on the CPU only."""
 
     def run(self) -> None:
         """Measure."""
@@ -171,12 +169,7 @@ class BenchSparsifyCommand(_BenchCommand):
         check_density(self.density)
         device = usable_device(self.device)
         from gradherd.cli.progress import counted_loop
-        from gradherd.lab.bench.bench_sparsify import (
-            bench_exchange,
-            bench_hook,
-            bench_select,
-            one_rank,
-        )
+        from gradherd.lab.bench.bench_sparsify import bench_exchange, bench_select
 
         # Local ranks are gloo processes on the CPU, and one worker sends nothing.
         counts = [count for count in workers if count > 1] if device.type == "cpu" else []
@@ -184,8 +177,6 @@ class BenchSparsifyCommand(_BenchCommand):
         for dim in dims:
             with counted_loop(1, "sizes") as advance:
                 rows += bench_select(dim, self.density, device)
-                with one_rank(device):
-                    rows += bench_hook(dim, self.density, device, self.repeats)
                 advance()
             rows += _on_local_ranks(bench_exchange, counts, [dim], self.density, self.repeats)
         self._print("sparsify", device.type, rows)
@@ -233,45 +224,3 @@ class BenchStepCommand(_BenchCommand):
 
         rows = _on_local_ranks(bench_step, workers, params, self.batch, self.repeats, exchanges)
         self._print("step", "cpu", rows)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchVirtualCommand(_BenchCommand):
-    """Time a step of virtual runs of LeNet on random images.
-
-    plain loop is what one writes without an order. turns is cd-grab with workers one after the
-    other. one run, nine runs (cd-grab, id-grab and id-pair-grab with three seeds each) and nine
-    runs, d-rr train all workers at once. Times are per step of one run: with nine runs side by
-    side, each one counts a ninth.
-
-    Example: gradherd bench virtual --device cuda --json
-    """
-
-    workers: int = 64
-    """Workers of a run."""
-    batch: int = 1
-    """Examples per worker and step."""
-    steps: Annotated[int | None, Arg(default="10; cuda: 200")] = None
-    """Steps of an epoch; turns takes a tenth of them."""
-    repeats: int = 5
-    """Epochs to measure of each case; the median counts."""
-    device: str = "cpu"
-    """cpu, cuda, cuda:1, ..."""
-
-    def run(self) -> None:
-        """Measure."""
-        check_at_least("--workers", self.workers, 1)
-        check_at_least("--batch", self.batch, 1)
-        check_at_least("--repeats", self.repeats, 1)
-        device = usable_device(self.device)
-        from gradherd.cli.progress import counted_loop
-        from gradherd.lab.bench.bench_virtual import CASES, LEAST_STEPS, bench_virtual
-
-        # Steps are short on a GPU, so an epoch needs more of them to be timed well.
-        default = 10 if device.type == "cpu" else 200
-        steps = default if self.steps is None else self.steps
-        # Fewer would time the capture of the CUDA graph, not its replay.
-        check_at_least("--steps", steps, LEAST_STEPS)
-        with counted_loop(len(CASES) * (self.repeats + 1), "epochs") as advance:
-            rows = bench_virtual(self.workers, self.batch, steps, self.repeats, device, advance)
-        self._print("virtual", device, rows)

@@ -38,7 +38,6 @@ COMMANDS = {
         "time selection and exchange against topk and all-reduce",
     ),
     "bench step": ("bench:BenchStepCommand", "time a whole DDP step with cd-grab and with d-rr"),
-    "bench virtual": ("bench:BenchVirtualCommand", "time virtual runs of LeNet against a loop"),
     "advise": ("advise:AdviseCommand", "predict step times: will a sparse exchange pay here?"),
     "report": ("report:ReportCommand", "compare recorded runs and write one HTML page"),
     "data list": ("data:DataListCommand", "list data sets: which are here, how to get the others"),

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from gradherd.cli.main import main
 from gradherd.comm import World
 from gradherd.lab.bench import STEP_EXCHANGES
-from gradherd.lab.bench import bench_virtual as virtual
 from gradherd.lab.bench.bench_balancing import CASES, published_loop
 from gradherd.lab.bench.bench_rows import RowsBench, mlp
 from gradherd.rows import Capture
@@ -82,43 +81,14 @@ def test_sparsify_compares_picking_and_whole_exchanges(capsys):
         "--density", 0.001)  # fmt: skip
     rows = output["rows"]
     assert all(KEYS <= set(row) for row in rows)
-    cases = ["copy", "eager", "topk", "fused", "step dense", "step exdyna", "step topk"]
-    cases += ["dense", "fp16", "powersgd", "exdyna"]
+    cases = ["copy", "eager", "topk", "fused", "dense", "fp16", "powersgd", "exdyna"]
     assert [row["case"] for row in rows] == cases
-    assert [row["workers"] for row in rows] == [1] * 7 + [3] * 4
-    assert rows[4]["ratio"] == 1 and rows[4]["added_seconds"] == 0
-    dense, fp16, _, exdyna = rows[7:]
+    assert [row["workers"] for row in rows] == [1] * 4 + [3] * 4
+    dense, fp16, _, exdyna = rows[4:]
     assert dense["ratio"] == rows[0]["ratio"] == 1
     assert dense["bytes"] == 2 * 4 * 20_500 * 2 // 3
     assert fp16["bytes"] == dense["bytes"] // 2
     assert 0 < exdyna["bytes"] < dense["bytes"] / 50
-
-
-def test_virtual_compares_the_engine_with_a_plain_loop(capsys, monkeypatch):
-    # On the CPU a graph is traced run by run: nine take 17 seconds, twice; two show the same.
-    monkeypatch.setattr(virtual, "_SEEDS", 1)
-    monkeypatch.setattr(virtual, "_BALANCED", ("cd-grab", "id-grab"))
-    output = result(
-        capsys, "bench", "virtual", "--workers", 2, "--batch", 1, "--steps", 2, "--repeats", 1
-    )
-    rows = output["rows"]
-    assert output["bench"] == "virtual" and all(KEYS <= set(row) for row in rows)
-    cases = ["plain loop", "turns", "one run", "nine runs", "nine runs, d-rr"]
-    assert [row["case"] for row in rows] == cases and rows[0]["ratio"] == 1
-    assert [row["runs"] for row in rows] == [1, 1, 1, 2, 2]
-    assert {(row["workers"], row["dim"], row["batch"]) for row in rows} == {(2, 62_006, 1)}
-    for row in rows:
-        assert row["steps_per_second"] * row["seconds"] == pytest.approx(1)
-
-
-def test_virtual_cases_take_the_steps_that_are_asked():
-    cpu = torch.device("cpu")
-    for case, steps in (("plain loop", 20), ("turns", 2), ("one run", 20)):
-        assert virtual.make_case(case, 2, 1, 20, cpu).epoch() == steps
-    for case, needs in (("nine runs", True), ("nine runs, d-rr", False)):
-        loop = virtual.make_case(case, 2, 1, 2, cpu)
-        assert loop.runs == len(loop.trainer.orderings) == 9
-        assert {one.policy.needs_rows for one in loop.trainer.orderings} == {needs}
 
 
 @pytest.mark.parametrize("params", [9000, 100_000, 2_000_000])

@@ -9,14 +9,14 @@ import pytest
 
 PROGRAM = """
 import torch
-from gradherd.lab.bench.timing import PeakMemory
-with PeakMemory(torch.device("cpu")) as none:
-    pass
-with PeakMemory(torch.device("cpu")) as peak:
-    torch.ones(20_000_000)
-with PeakMemory(torch.device("cpu")) as again:
-    kept = torch.ones(10_000_000)
-print(none.bytes, peak.bytes, again.bytes)
+from gradherd.lab.bench.timing import peak_memory
+def ones(count):
+    global kept
+    kept = torch.ones(count)
+cpu, kept = torch.device("cpu"), None
+print(peak_memory(lambda: None, cpu))
+print(peak_memory(lambda: torch.ones(20_000_000), cpu))
+print(peak_memory(lambda: ones(10_000_000), cpu))
 """
 
 

@@ -12,11 +12,9 @@ of the inner products (see `comm.sliced_mean`).
 Letters: P vectors, D dimension.
 """
 
-import functools
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,11 +26,13 @@ from gradherd.comm.script import run
 from gradherd.comm.sliced_mean import SlicedMean
 from gradherd.comm.world import World
 from gradherd.lab.bench.timing import (
-    PeakMemory,
+    Rows,
     ceiling_keys,
     make_rows,
+    measure_cases,
     median_seconds,
     medians_in_turns,
+    peak_memory,
 )
 from gradherd.ordering.balance import Unsigned, balance, block_gram
 from gradherd.ordering.coordination import observe_slices
@@ -68,30 +68,22 @@ def bench_signs(
     dims: Sequence[int],
     device: torch.device,
     progress: Callable[[], None] = lambda: None,
-) -> list[dict[str, Any]]:
+) -> Rows:
     """Measure every case of signs at every size; each worker contributes one pair difference.
 
-    Args:
-        workers: Numbers of vectors, P.
-        dims: Sizes of a vector, D.
-        device: Where to compute.
-        progress: Called after each size.
-
-    Returns:
-        A row for each size and case.
+    `workers` are numbers of vectors, P, `dims` their sizes, D; `progress` is called after each.
     """
-    rows: list[dict[str, Any]] = []
+    rows: Rows = []
     for dim in dims:
         for count in workers:
-            generator = torch.Generator(device).manual_seed(0)
-            vectors = torch.randn(1, count, dim, generator=generator, device=device)
-            rows += _sign_rows(vectors, device)
+            rows += _sign_rows(count, dim, device)
             progress()
     return rows
 
 
-def _sign_rows(vectors: Tensor, device: torch.device) -> list[dict[str, Any]]:
-    _, count, dim = vectors.shape
+def _sign_rows(count: int, dim: int, device: torch.device) -> Rows:
+    generator = torch.Generator(device).manual_seed(0)
+    vectors = torch.randn(1, count, dim, generator=generator, device=device)
     # The time of a sign does not depend on values, so the sum may start at zero.
     running = torch.zeros_like(vectors[:, 0])
     given = Unsigned(vectors, running, Greedy(), np.zeros((1, count)), np.empty((0, 1)))
@@ -100,54 +92,32 @@ def _sign_rows(vectors: Tensor, device: torch.device) -> list[dict[str, Any]]:
         "block-gram": lambda: block_gram(given, count),
         "balance": lambda: balance(given),
     }
-    seconds: dict[str, float] = {}
-    peaks: dict[str, int | None] = {}
-    for case, fn in cases.items():
-        with PeakMemory(device) as peak:
-            fn()
-        peaks[case], seconds[case] = peak.bytes, median_seconds(fn, device)
+    rows = measure_cases(cases, device, workers=count, dim=dim)
     # No method can sign vectors without reading them once.
     ceiling = median_seconds(vectors.sum, device)
-    rows = make_rows(seconds, peaks, workers=count, dim=dim)
     for row in rows:
         row["signs_per_second"] = count / row["seconds"]
         row |= ceiling_keys(ceiling, row["seconds"])
     return rows
 
 
-class ExchangeCase(ABC):
-    """One way to exchange the gradients of a step."""
-
-    bytes = 0
-    """Bytes that this rank has sent."""
+class AllReduceCase:
+    """Average with an all-reduce; no ordering. Other exchanges replace `step`."""
 
     def __init__(self, world: World, dim: int, steps: int) -> None:
-        """Start with nothing learned.
-
-        Args:
-            world: The ranks.
-            dim: Elements of a gradient.
-            steps: Steps that there will be.
-        """
         self._world = world
+        self.bytes = 0
+        """Bytes that this rank has sent."""
 
-    @abstractmethod
     def step(self, grad: Tensor) -> None:
         """Average `grad` in place, and learn from it."""
+        self.bytes += all_reduce(grad.div_(self._world.size), self._world).bytes
 
     def wait(self) -> None:
         """Wait for work in the background, if there is any."""
 
 
-class AllReduceCase(ExchangeCase):
-    """Average with an all-reduce; no ordering."""
-
-    def step(self, grad: Tensor) -> None:
-        """Average `grad` in place."""
-        self.bytes += all_reduce(grad.div_(self._world.size), self._world).bytes
-
-
-class AllGatherCase(ExchangeCase):
+class AllGatherCase(AllReduceCase):
     """Order as published: every rank holds all gradients."""
 
     def __init__(self, world: World, dim: int, steps: int) -> None:
@@ -170,7 +140,7 @@ class AllGatherCase(ExchangeCase):
             self._first = None
 
 
-class ShardedCase(ExchangeCase):
+class ShardedCase(AllReduceCase):
     """Order as gradherd does: every rank holds one shard of all gradients."""
 
     def __init__(self, world: World, dim: int, steps: int) -> None:
@@ -180,7 +150,6 @@ class ShardedCase(ExchangeCase):
         # should measure the exchange, not a data set that grows with the number of workers.
         self._ordering = Ordering(CDGraB(), [steps] * world.size, start="identity")
         self._thread, self._mean = BackgroundThread("bench-signs"), SlicedMean(world)
-        self._signs_bytes = 0
 
     def step(self, grad: Tensor) -> None:
         """Exchange shards and means; a thread computes signs at every second step."""
@@ -188,23 +157,21 @@ class ShardedCase(ExchangeCase):
         self._mean.start(grad)
         rows = self._mean.finish(columns=True)
         assert rows is not None
-        self.bytes += self._mean.bytes - before
+        sent = self._mean.bytes - before
         # In a thread and on a group of its own, as in training: signs overlap with the next step.
         script = observe_slices(self._ordering, rows, release=self._mean.lend())
 
-        def sign() -> None:
-            self._signs_bytes += run(script, self._side).bytes
+        def sign() -> None:  # the only one that counts, so nothing is counted by two threads
+            self.bytes += sent + run(script, self._side).bytes
 
         self._thread.submit(sign)
 
     def wait(self) -> None:
-        """Wait until the signs are computed, and count what they took."""
+        """Wait until the signs are computed."""
         self._thread.wait()
-        self.bytes += self._signs_bytes
-        self._signs_bytes = 0
 
 
-CASES: dict[str, type[ExchangeCase]] = {
+CASES: dict[str, type[AllReduceCase]] = {
     "all-reduce": AllReduceCase,
     "all-gather": AllGatherCase,
     "sharded": ShardedCase,
@@ -214,39 +181,35 @@ CASES: dict[str, type[ExchangeCase]] = {
 _SMALLEST_FIRST = ("all-reduce", "sharded", "all-gather")
 
 
-def bench_coordination(dim: int, repeats: int) -> list[dict[str, Any]]:
-    """Measure every exchange on this rank.
+def bench_coordination(dim: int, repeats: int) -> Rows:
+    """Measure every exchange of `dim` elements on this rank; rows are of one step.
 
-    Args:
-        dim: Elements of the gradient.
-        repeats: Pairs of steps measured of each case; the median counts.
-
-    Returns:
-        A row for each case, with seconds and bytes of one step on this rank.
+    The median of `repeats` pairs of steps counts.
     """
     world = World.detect()
     # Other values on each rank, as in training: equal ones would make all differences zero.
     grad = torch.randn(dim, generator=torch.Generator().manual_seed(world.rank))
-    cases: dict[str, ExchangeCase] = {}
+    cases: dict[str, AllReduceCase] = {}
     peaks: dict[str, int | None] = {}
     sent: dict[str, int] = {}
+
+    def first_pair(name: str) -> None:
+        # Built inside the measurement: the running sum is part of what ordering costs.
+        cases[name] = CASES[name](world, dim, _PAIR * (repeats + 1))
+        _time_pair(cases[name], grad, world)
+
     for name in _SMALLEST_FIRST:
-        make = CASES[name]
         # Warm up on a small gradient: code loaded on first use must not count as its memory.
         warmup = min(dim, _WARMUP_DIM * world.size)
-        _time_pair(make(world, warmup, _PAIR), grad[:warmup], world)
-        with PeakMemory(grad.device) as peak:
-            # Built inside: the running sum is part of what ordering costs.
-            case = cases[name] = make(world, dim, _PAIR * (repeats + 1))
-            _time_pair(case, grad, world)
-        peaks[name], sent[name] = peak.bytes, case.bytes // _PAIR
-    pairs = {name: functools.partial(_time_pair, cases[name], grad, world) for name in CASES}
-    medians = medians_in_turns(pairs, repeats)
-    seconds = {name: medians[name] / _PAIR for name in CASES}
+        _time_pair(CASES[name](world, warmup, _PAIR), grad[:warmup], world)
+        peaks[name] = peak_memory(partial(first_pair, name), grad.device)
+        sent[name] = cases[name].bytes // _PAIR
+    pairs = {name: partial(_time_pair, cases[name], grad, world) for name in CASES}
+    seconds = {name: took / _PAIR for name, took in medians_in_turns(pairs, repeats).items()}
     return make_rows(seconds, peaks, workers=world.size, dim=dim, sent=sent)
 
 
-def _time_pair(case: ExchangeCase, grad: Tensor, world: World) -> float:
+def _time_pair(case: AllReduceCase, grad: Tensor, world: World) -> float:
     all_reduce(torch.zeros(1), world)  # a barrier: start together
     begin = time.perf_counter()
     for _ in range(_PAIR):

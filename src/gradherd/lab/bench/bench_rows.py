@@ -8,13 +8,12 @@ projects each of them to 256 elements without forming it. The ceiling is
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from gradherd.lab.bench.timing import PeakMemory, ceiling_keys, make_rows, median_seconds
+from gradherd.lab.bench.timing import Rows, ceiling_keys, measure_cases
 from gradherd.rows.capture import Capture
 from gradherd.rows.settings import SketchRows
 
@@ -84,41 +83,35 @@ class RowsBench:
 
 
 def bench_rows(
-    params: int,
-    batch: int,
-    device: torch.device,
-    progress: Callable[[], None] = lambda: None,
-) -> list[dict[str, Any]]:
-    """Measure every case.
+    params: int, batch: int, device: torch.device, progress: Callable[[], None] = lambda: None
+) -> Rows:
+    """Measure every case on an MLP of about `params` parameters.
 
-    Args:
-        params: Approximate number of parameters of the MLP.
-        batch: Examples in the batch.
-        device: Where to compute.
-        progress: Called after each case.
-
-    Returns:
-        A row for each case; `peak_bytes` is memory on top of model and batch.
+    `peak_bytes` of a row is memory on top of model and batch; `progress` is called after each case.
     """
-    bench = RowsBench(params, batch, device)
-    seconds: dict[str, float] = {}
-    peaks: dict[str, int | None] = {}
-    for case in ("plain", "vmap", "loop", "exact", "sketch"):
-        # Hooks only for the cases that read them: they would slow down the others.
-        capture: Capture | None = None
-        if case == "exact":
-            capture = Capture(bench.model)
-        elif case == "sketch":
-            capture = Capture(bench.model, SketchRows(size=_SKETCH), batch_size=batch)
-        step = getattr(bench, case)
-        # Bound as defaults: a lambda would otherwise see the last case of the loop.
-        call = step if capture is None else lambda step=step, own=capture: step(own)
-        with PeakMemory(device) as peak:
-            call()
-        peaks[case], seconds[case] = peak.bytes, median_seconds(call, device, at_least=1.0)
-        if capture is not None:
-            capture.remove_hooks()
-        bench.model.zero_grad()
-        progress()
-    rows = make_rows(seconds, peaks, workers=1, dim=bench.size, batch=batch)
-    return [row | ceiling_keys(seconds["plain"], row["seconds"]) for row in rows]
+    # Models of their own for the cases that read rows: hooks would slow down the others.
+    plain, exact, sketch = (RowsBench(params, batch, device) for _ in range(3))
+    exact_rows = Capture(exact.model)
+    sketches = Capture(sketch.model, SketchRows(size=_SKETCH), batch_size=batch)
+
+    def reset() -> None:
+        for bench in (plain, exact, sketch):
+            bench.model.zero_grad()
+
+    rows = measure_cases(
+        {
+            "plain": plain.plain,
+            "vmap": plain.vmap,
+            "loop": plain.loop,
+            "exact": lambda: exact.exact(exact_rows),
+            "sketch": lambda: sketch.sketch(sketches),
+        },
+        device,
+        at_least=1.0,
+        setup=reset,
+        progress=progress,
+        workers=1,
+        dim=plain.size,
+        batch=batch,
+    )
+    return [row | ceiling_keys(rows[0]["seconds"], row["seconds"]) for row in rows]

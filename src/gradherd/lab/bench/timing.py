@@ -1,4 +1,4 @@
-"""Measure the time and the peak memory of a call, and make the rows of a benchmark."""
+"""Measure the time and the peak memory of calls, and make the rows of a benchmark."""
 
 import ctypes
 import gc
@@ -6,12 +6,37 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+Rows = list[dict[str, Any]]
+"""One row for each case."""
+
+
+def measure_cases(
+    cases: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    at_least: float = 0.3,
+    setup: Callable[[], object] = lambda: None,
+    progress: Callable[[], None] = lambda: None,
+    **shared: Any,
+) -> Rows:
+    """Measure cases one after the other, and return a row for each.
+
+    `at_least` and `setup` are those of `median_seconds`, `shared` is what `make_rows` takes;
+    `progress` is called after each case.
+    """
+    seconds: dict[str, float] = {}
+    peaks: dict[str, int | None] = {}
+    for case, fn in cases.items():
+        setup()
+        peaks[case] = peak_memory(fn, device)
+        seconds[case] = median_seconds(fn, device, at_least=at_least, setup=setup)
+        progress()
+    return make_rows(seconds, peaks, **shared)
 
 
 def median_seconds(
@@ -31,27 +56,15 @@ def median_seconds(
     """
     setup()
     fn()
-    if device.type == "cuda":
-        return _median_gpu_seconds(fn, device, at_least, setup)
     times: list[float] = []
-    # A median of three ignores one outlier.
-    while len(times) < 3 or sum(times) < at_least:
-        setup()
-        begin = time.perf_counter()
-        fn()
-        times.append(time.perf_counter() - begin)
-    return statistics.median(times)
-
-
-def _median_gpu_seconds(
-    fn: Callable[[], object],
-    device: torch.device,
-    at_least: float,
-    setup: Callable[[], object],
-) -> float:
+    if device.type != "cuda":
+        # A median of three ignores one outlier.
+        while len(times) < 3 or sum(times) < at_least:
+            setup()
+            times.append(elapsed_seconds(fn, device))
+        return statistics.median(times)
     # No synchronisation between calls, as in a training loop. If launching the kernels takes
     # longer than running them, the time is that of the launches.
-    times: list[float] = []
     with torch.cuda.device(device):
         while len(times) < 10 or sum(times) < at_least:
             events = []
@@ -86,10 +99,7 @@ def medians_in_turns(
 ) -> dict[str, float]:
     """Return the median of each case, measured in turns so that noise hits all alike.
 
-    Args:
-        cases: A function for each case that measures it once.
-        repeats: How often.
-        progress: Called after each measurement.
+    A case is a function that measures once; `progress` is called after each measurement.
     """
     times: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeats):
@@ -107,7 +117,7 @@ def make_rows(
     dim: int,
     sent: Mapping[str, int] | None = None,
     **shared: Any,
-) -> list[dict[str, Any]]:
+) -> Rows:
     """Return a row for each case, with its time and its bytes relative to the first case.
 
     Args:
@@ -131,56 +141,39 @@ def make_rows(
 
 
 def ceiling_keys(ceiling: float, seconds: float) -> dict[str, float]:
-    """Return the keys that compare a row with its ceiling, the least time its case could take.
-
-    Args:
-        ceiling: That least time in seconds, measured in the same run.
-        seconds: The time of the row.
-    """
+    """Return the keys that compare a row with its ceiling, the least time its case could take."""
     return {"ceiling_seconds": ceiling, "ceiling_ratio": seconds / ceiling}
 
 
-class PeakMemory:
-    """Record the peak memory of a `with` block, in bytes above the level before it.
+def peak_memory(fn: Callable[[], object], device: torch.device) -> int | None:
+    """Return the peak memory of a call, in bytes above the level before it.
 
     On a GPU the number comes from torch's allocator, on Linux from the kernel's high-water mark;
     elsewhere it is None. The mark covers the whole process, so run nothing else at the same time.
     An allocator that keeps freed memory hides whatever is served from it. PyTorch's ARM wheels use
     mimalloc: set MIMALLOC_PURGE_DELAY=0 in the environment to make it return memory at once.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.bytes: int | None = None
-
-    def __enter__(self) -> "PeakMemory":
-        # Garbage that is freed inside the block would hide what the block allocates.
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self._before = torch.cuda.memory_allocated(self._device)
-        elif _CLEAR_REFS.exists():
-            # Return free memory to the kernel: reusing it would not raise the mark otherwise.
-            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-            if trim is not None:
-                trim(0)
-            _CLEAR_REFS.write_text("5")  # resets VmHWM, see proc(5)
-            self._before = _status_kilobytes("VmRSS")
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
-        elif _CLEAR_REFS.exists():
-            # The process may have shrunk below the level before.
-            self.bytes = max(0, _status_kilobytes("VmHWM") - self._before) * 1024
+    # Garbage that is freed inside the call would hide what the call allocates.
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        fn()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    if not _CLEAR_REFS.exists():
+        fn()
+        return None
+    # Return free memory to the kernel: reusing it would not raise the mark otherwise.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+    _CLEAR_REFS.write_text("5")  # resets VmHWM, see proc(5)
+    resident = _status_kilobytes("VmRSS")
+    fn()
+    # The process may have shrunk below the level before.
+    return max(0, _status_kilobytes("VmHWM") - resident) * 1024
 
 
 def _status_kilobytes(field: str) -> int:

@@ -5,19 +5,25 @@ and no per-example gradients. `turns` is cd-grab with workers one after the othe
 all workers at once: `one run` of cd-grab, `nine runs` (cd-grab, id-grab and id-pair-grab with three
 seeds each) and `nine runs, d-rr`, which needs no per-example gradients. Seconds are per step of one
 run: with nine runs side by side, each one counts a ninth.
+
+    python benchmarks/virtual_steps.py --device cuda --steps 200
+
+Prints one JSON line per case; `studies/speed.toml` keeps such figures.
 """
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import argparse
+import json
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from gradherd.lab.bench.timing import (
-    PeakMemory,
+    Rows,
     elapsed_seconds,
     make_rows,
     medians_in_turns,
+    peak_memory,
 )
 from gradherd.lab.tasks.images import Cifar10LeNet
 from gradherd.lab.tasks.task import Split, Task
@@ -131,14 +137,7 @@ def make_case(
     return TrainerLoop(StackedTrainer(configs, task, split), len(configs))
 
 
-def bench_virtual(
-    workers: int,
-    batch: int,
-    steps: int,
-    repeats: int,
-    device: torch.device,
-    progress: Callable[[], None] = lambda: None,
-) -> list[dict[str, Any]]:
+def bench_virtual(workers: int, batch: int, steps: int, repeats: int, device: torch.device) -> Rows:
     """Measure epochs, alternating between the cases so that noise hits all alike.
 
     Args:
@@ -147,22 +146,17 @@ def bench_virtual(
         steps: Steps of an epoch, at least 2; `turns` takes a tenth of them.
         repeats: Epochs measured of each case, after one to warm up; the median counts.
         device: Where to train.
-        progress: Called after each epoch.
     """
     loops: dict[str, PlainLoop | TrainerLoop] = {}
-    peaks: dict[str, int | None] = {}
-    for case in CASES:
-        # Includes building and the first epoch, in which graphs are captured.
-        with PeakMemory(device) as peak:
-            loops[case] = make_case(case, workers, batch, steps, device)
-            loops[case].epoch()
-        peaks[case] = peak.bytes
-        progress()
-    seconds = medians_in_turns(
-        {case: functools.partial(_step_seconds, loop, device) for case, loop in loops.items()},
-        repeats,
-        progress,
-    )
+
+    def first_epoch(case: str) -> None:
+        # Includes building, and the capture of graphs.
+        loops[case] = make_case(case, workers, batch, steps, device)
+        loops[case].epoch()
+
+    peaks = {case: peak_memory(partial(first_epoch, case), device) for case in CASES}
+    cases = {case: partial(_step_seconds, loop, device) for case, loop in loops.items()}
+    seconds = medians_in_turns(cases, repeats)
     for loop in loops.values():
         if isinstance(loop, TrainerLoop):
             loop.trainer.close()
@@ -183,3 +177,23 @@ def _step_seconds(loop: PlainLoop | TrainerLoop, device: torch.device) -> float:
         steps = loop.epoch()
 
     return elapsed_seconds(epoch, device) / (steps * loop.runs)
+
+
+def main() -> None:
+    """Measure all cases."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    given = parser.parse_args()
+    if given.steps < LEAST_STEPS:  # They would time the capture of the CUDA graph, not its replay.
+        parser.error(f"--steps must be at least {LEAST_STEPS}, got {given.steps}")
+    device = torch.device(given.device)
+    for row in bench_virtual(given.workers, given.batch, given.steps, given.repeats, device):
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()
