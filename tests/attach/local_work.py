@@ -6,6 +6,7 @@ import time
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -92,14 +93,12 @@ def resumed(settings, steps, stop, rank):
         for at, batch in zip(range(steps), batches(rank), strict=False):
             if at == cut:
                 kept = [net.state_dict(), optimizer.state_dict(), herd.state_dict()]
-                # Only rank 0's model and herd are saved; optimizers are each rank's own.
-                packed = [unpack(pack(kept))]
+                packed = [unpack(pack(kept))]  # Only rank 0's are saved.
                 torch.distributed.broadcast_object_list(packed, src=0)
-                own = unpack(pack(optimizer.state_dict()))
                 herd.detach()
                 net, optimizer, herd = made(settings, seed=5, norm=True)
                 net.load_state_dict(packed[0][0])
-                optimizer.load_state_dict(own)
+                optimizer.load_state_dict(packed[0][1])
                 herd.load_state_dict(packed[0][2])
             step(net, optimizer, batch)
         state = herd.state_dict(gather=False)["local"]
@@ -124,14 +123,14 @@ def one_bit(rank, steps=11, stop=6):
         net, optimizer, herd = fresh()
         for at in range(steps):
             if at == cut:
-                packed = [unpack(pack([net.state_dict(), herd.state_dict()]))]
+                kept = [net.state_dict(), optimizer.state_dict(), herd.state_dict()]
+                packed = [unpack(pack(kept))]
                 torch.distributed.broadcast_object_list(packed, src=0)
-                own = optimizer.state_dict()
                 herd.detach()
                 net, optimizer, herd = fresh()
                 net.load_state_dict(packed[0][0])
-                optimizer.load_state_dict(own)
-                herd.load_state_dict(packed[0][1])
+                optimizer.load_state_dict(packed[0][1])
+                herd.load_state_dict(packed[0][2])
             generator = torch.Generator().manual_seed(1000 * rank + at)
             x = torch.randn(8, 100, generator=generator)
             step(net, optimizer, (x, x.sin()))
@@ -184,11 +183,13 @@ def broken(rank, lr_after):
 def refusals(rank):
     """Return the errors of what does not fit, by name."""
     net = model()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5)
     local, other = gh.LocalSteps(every=2), torch.optim.SGD(model().parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
+    hooked = DDP(net)
+    hooked.register_comm_hook(None, allreduce_hook)
     calls = {
-        "ddp": lambda: gh.attach(DDP(net), optimizer=optimizer, local=local),
+        "taken": lambda: gh.attach(hooked, optimizer=optimizer, local=local),
         "scaler": lambda: gh.attach(net, optimizer=optimizer, local=local, scaler=scaler),
         "both": lambda: gh.attach(net, optimizer=optimizer, local=local, sparsify="topk"),
         "no optimizer": lambda: gh.attach(net, local=local),
@@ -209,16 +210,26 @@ def refusals(rank):
     everyone = [state]
     torch.distributed.broadcast_object_list(everyone, src=0)
     herd.load_state_dict(everyone[0])
-    net.load_state_dict(model(3).state_dict())
-    for name, call in {
-        "order of loading": lambda: step(net, optimizer, next(batches(rank))),
-        # Rank 0 has reached the end of a phase, rank 1 asks for an exchange before.
-        "out of step": lambda: herd.sync() if rank else step(net, optimizer, next(batches(rank))),
-    }.items():
+    wrong = {
+        "order of loading": lambda: net.load_state_dict(model(3).state_dict()),
+        "optimizer last": lambda: [
+            one["momentum_buffer"].add_(1) for one in optimizer.state.values()
+        ],
+    }
+    for name, spoil in wrong.items():
+        weights, moments = unpack(pack([net.state_dict(), optimizer.state_dict()]))
+        herd.load_state_dict(everyone[0])
+        spoil()
         try:
-            call()
+            step(net, optimizer, next(batches(rank)))
         except RuntimeError as error:
             errors[name] = str(error)
+        net.load_state_dict(weights)
+        optimizer.load_state_dict(moments)
+    try:  # Rank 0 reaches the end of a phase, rank 1 asks for an exchange before.
+        herd.sync() if rank else step(net, optimizer, next(batches(rank)))
+    except RuntimeError as error:
+        errors["out of step"] = str(error)
     net.add_module("late", nn.Linear(2, 2))
     try:
         herd.sync()
@@ -226,6 +237,26 @@ def refusals(rank):
         errors["late parameter"] = str(error)
     herd.detach()
     return errors
+
+
+def in_ddp(rank):
+    """Train a model with local steps in DDP and as it is; then let DDP average again."""
+    found = []
+    for wraps in (False, True):
+        net = model(norm=True)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5)
+        called = DDP(net) if wraps else net
+        herd = gh.attach(called, optimizer=optimizer, local=CASES["sparse"])
+        for _, batch in zip(range(7), batches(rank), strict=False):
+            step(called, optimizer, batch)
+        herd.sync()
+        found += [vector(net), *(b.clone() for b in net.buffers()), herd.metrics()["total_bytes"]]
+        herd.detach()
+    step(called, optimizer, next(batches(rank)))
+    grads = torch.cat([p.grad.flatten() for p in net.parameters()])
+    again = gh.attach(called, sparsify="exdyna")  # its hook is free again
+    again.detach()
+    return found, grads, called.broadcast_buffers
 
 
 def ordered(rank):
@@ -263,6 +294,7 @@ def everything():
         "broken for good": broken(rank, True),
         "refusals": refusals(rank),
         "ordered": ordered(rank),
+        "in ddp": in_ddp(rank),
     }
 
 

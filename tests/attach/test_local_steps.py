@@ -162,9 +162,19 @@ def test_weights_that_are_not_finite_call_an_exchange_off(ranks):
     assert torch.equal(ranks[0]["broken once"][2], ranks[1]["broken once"][2])
 
 
+def test_a_model_in_ddp_takes_the_same_steps(ranks):
+    for result in ranks:
+        found, grads, broadcasts = result["in ddp"]
+        half = len(found) // 2
+        for plain, wrapped in zip(found[:half], found[half:], strict=True):
+            assert torch.equal(torch.as_tensor(plain), torch.as_tensor(wrapped))
+        assert torch.equal(grads, ranks[0]["in ddp"][1]), "after detach, DDP averages"
+        assert broadcasts
+
+
 def test_what_does_not_fit_is_refused_in_a_sentence(ranks):
     needles = {
-        "ddp": "plain module",
+        "taken": "communication hook of DDP",
         "scaler": "bfloat16",
         "both": "LocalSteps(method=",
         "no optimizer": "optimizer=",
@@ -172,7 +182,8 @@ def test_what_does_not_fit_is_refused_in_a_sentence(ranks):
         "no local": "optimizer goes with local",
         "not settings": "got 30",
         "differ": "every=2",
-        "order of loading": "load the model first",
+        "order of loading": "load the model and the optimizer first",
+        "optimizer last": "momentum_buffer was changed after",
         "out of step": "[[2, 0], [1, 1]]",
         "late parameter": "late.weight was frozen or missing",
     }

@@ -70,8 +70,9 @@ def attach(
             settings. It uses the communication hook of DDP; of a sharded model it exchanges
             gradients between replicas.
         local: Instead of exchanging gradients, let each rank take steps on its own and exchange
-            what they have changed, as `LocalSteps` says. The model is then a plain module, or a
-            sharded one whose replicas take steps on their own; all start with rank 0's weights.
+            what they have changed, as `LocalSteps` says. The model is then a plain module, one in
+            DDP, which averages nothing until `detach`, or a sharded one whose replicas take steps
+            on their own; all start with rank 0's weights.
         optimizer: The optimizer of the loop, whose steps are counted; for `local` only.
         rows: How gradients are read for ordering: "auto", "batch", "exact", "sketch", "two-sided",
             or `BatchRows`, `ExactRows`, `SketchRows`, `TwoSidedRows` with their settings.
@@ -109,7 +110,9 @@ def attach(
         if local is not None and worlds is not None:
             worlds.check_exchange(bare, mesh, "local")
         settings = _sparsify_settings(bare, sparsify, worlds, mesh)
-        sparsifies = settings is not None or (local is not None and worlds is not None)
+        # Whole gradients are free where they are averaged anyway.
+        wrapped = worlds is not None or isinstance(bare, DDP)
+        sparsifies = settings is not None or (local is not None and wrapped)
         plan = None if order is None else plan_rows(model, order, rows, sparsifies, worlds)
     except Exception as error:
         agreement.refuse(error)
@@ -322,11 +325,8 @@ def _check_local(
         return None
     if not isinstance(local, LocalSteps):
         raise ValueError(f"local must be gh.LocalSteps(), got {local!r}")
-    if isinstance(model, DDP):
-        raise ValueError(
-            "local steps need a plain module: DistributedDataParallel averages gradients at every "
-            "step; attach the module instead of wrapping it"
-        )
+    if isinstance(model, DDP) and not hook_is_free(model):
+        raise ValueError("local steps need the communication hook of DDP, and there is one already")
     if fsdp_modules(model) and local.overlap:
         raise ValueError("overlap=True is not supported for sharded models: leave it out")
     if sparsifies:

@@ -1,4 +1,4 @@
-"""Local steps on a plain module: a hook of the optimizer counts, and every H-th step exchanges.
+"""Local steps: a hook of the optimizer counts, and every H-th step exchanges.
 
 The exchange is that of gradients (`sparsify.worker`), with the difference between shared and own
 weights in the place of the gradient. Then every rank takes over the new shared weights. With
@@ -9,18 +9,22 @@ Shapes: D elements of all parameters in the flat vector.
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.script import run
 from gradherd.comm.world import World
 from gradherd.flat import local_shard
+from gradherd.hooks.bucket_hook import BucketHook, world_of
 from gradherd.hooks.exchange import ModelExchange, ShardedExchange
 from gradherd.hooks.flat_weights import FlatWeights
 from gradherd.hooks.fsdp_checks import ShardedWorlds
@@ -52,10 +56,44 @@ class _Arrival:
     metrics: dict[str, Any]
 
 
+class OwnGradients(BucketHook):
+    """Leaves every rank of a DDP model its own gradients, and its own buffers.
+
+    Frameworks wrap a model in DDP before anyone can ask them not to.
+    """
+
+    def __init__(self, ddp: DDP) -> None:
+        """Take DDP's hook, which must be free."""
+        super().__init__(ddp, world_of(ddp))
+        self._ddp, self._broadcasts = ddp, ddp.broadcast_buffers
+        ddp.broadcast_buffers = False  # rank 0's at every forward; LocalSteps averages them
+
+    def collects(self) -> bool:
+        """Return that no bucket is exchanged."""
+        return False
+
+    def average(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Return a bucket as it is."""
+        flat = bucket.buffer()
+        done: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else None)
+        done.set_result(flat)
+        return done
+
+    def exchange(self, buckets: Sequence[dist.GradBucket]) -> None:
+        """Do nothing: no bucket is collected."""
+
+    def close(self) -> None:
+        """Leave DDP, which averages by itself from now on."""
+        super().close()
+        self._ddp.broadcast_buffers = self._broadcasts
+
+
 class LocalExchange(ModelExchange):
     """Exchanges what the local steps of each rank have changed."""
 
     key = "local"
+    saves_optimizer: ClassVar[bool] = True
+    """Whether a state holds this rank's moments, so that rank 0 can save those of all ranks."""
 
     def __init__(
         self,
@@ -68,13 +106,17 @@ class LocalExchange(ModelExchange):
         """Give all ranks rank 0's weights, and hook into the optimizer.
 
         Args:
-            model: The module, of the same shapes on all ranks.
+            model: The module, of the same shapes on all ranks; in DDP, which then averages nothing.
             optimizer: What changes its parameters.
             settings: How often and how to exchange.
             world: The ranks that train together.
             peers: Those of them that exchange; None is all.
         """
         peers = world if peers is None else peers
+        self._ddp_hook = None
+        if isinstance(model, DDP):
+            self._ddp_hook, model = OwnGradients(model), model.module
+        self._optimizer = optimizer
         device = next(p for p in model.parameters() if p.requires_grad).device
         # The loop's own group would mix up the collectives of a thread with those of the loop; the
         # thread's group is gloo's, which takes tensors on the CPU, and so may be the loop's.
@@ -94,23 +136,51 @@ class LocalExchange(ModelExchange):
         self._called_off = 0  # exchanges in a row
         self._snapshot: Tensor | None = None  # own weights when the running exchange began
         self._arrival: _Arrival | None = None
-        self._loaded: Mapping[str, Tensor] | None = None  # weights that a state has just set
+        self._loaded: dict[str, Tensor] | None = None  # what a state has just set
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Check that nothing has overwritten the weights that a state has set for this rank."""
+        """Check that nothing has overwritten what a state has set for this rank."""
         loaded, self._loaded = self._loaded, None
         if loaded is None:
             return
-        for name, parameter in self._weights.parameters.items():
-            if not torch.equal(local_shard(parameter), loaded[name].to(parameter.device)):
+        now = self._own_tensors()
+        for name in loaded.keys() & now.keys():  # an optimizer may have been left to begin anew
+            if not torch.equal(now[name], loaded[name].to(now[name].device)):
                 raise RuntimeError(
-                    f"{name} was changed after herd.load_state_dict(), which sets the weights of "
-                    "each rank: load the model first, then the herd"
+                    f"{name} was changed after herd.load_state_dict(), which sets the weights and "
+                    "moments of each rank: load the model and the optimizer first, then the herd"
                 )
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """Return the parameters by name, and what the optimizer keeps of each."""
+        own = {name: local_shard(p) for name, p in self._weights.parameters.items()}
+        return own | self._moments()
+
+    def _moments(self) -> dict[str, Tensor]:
+        """Return what the optimizer keeps of each parameter, by "parameter/name"."""
+        if not self.saves_optimizer:
+            return {}
+        # Steps and the like are equal on all ranks, and are the framework's to save.
+        return {
+            f"{name}/{key}": value
+            for name, p in self._weights.parameters.items()
+            for key, value in self._optimizer.state.get(p, {}).items()
+            if isinstance(value, Tensor) and value.shape == p.shape
+        }
+
+    def _all_moments(self) -> dict[str, Tensor]:
+        """Return `_moments` with the same names on all ranks, which may have used other layers."""
+        moments = self._moments()
+        keys = sorted({name.rsplit("/", 1)[1] for name in moments})
+        return {
+            f"{name}/{key}": moments.get(f"{name}/{key}", torch.zeros_like(p)).clone()
+            for name, p in self._weights.parameters.items()
+            for key in keys
+        }
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._taken += 1
@@ -254,6 +324,7 @@ class LocalExchange(ModelExchange):
             "taken": self._taken,
             "local_steps": self._steps,
             "called_off": self._called_off,
+            "optimizer": self._all_moments(),
         }
         if self._has_own_weights:
             buffers = self._weights.buffers()
@@ -291,15 +362,21 @@ class LocalExchange(ModelExchange):
         for name, buffer in self._weights.buffers().items():
             if name in state.get("buffers", {}):
                 buffer.detach().copy_(state["buffers"][name])
-        # A model that is loaded later would undo it.
-        parameters = self._weights.parameters
-        self._loaded = {name: local_shard(p).clone() for name, p in parameters.items()}
+        moments = self._moments()
+        for name, moment in state.get("optimizer", {}).items():
+            if name in moments:
+                moments[name].copy_(moment)
+        # A model or an optimizer that is loaded later would undo it.
+        own = {name: tensor.clone() for name, tensor in self._own_tensors().items()}
+        self._loaded = dict(state.get("optimizer", {})) | own
 
     def close(self) -> None:
         """Leave the optimizer alone from now on; parameters stay as they are on each rank."""
         super().close()
         for handle in self._handles:
             handle.remove()
+        if self._ddp_hook is not None:
+            self._ddp_hook.close()
         if self._thread is not None:
             self._thread.close()
             self._channel.close_side_channel()
@@ -312,6 +389,8 @@ class ShardedLocalExchange(ShardedExchange, LocalExchange):
     sent but the difference of each shard to its shared weights, by the ranks that hold the same
     shard in all replicas, as ranks with plain modules do it with whole weights.
     """
+
+    saves_optimizer = False  # DCP saves the shards of an optimizer
 
     def __init__(
         self,

@@ -629,7 +629,9 @@ def _fields(state: Any) -> dict[str, Any]:
 # --- States and gradients of all workers ------------------------------------------------------
 
 
-MERGED_KEYS = ("residual", "owner_error", "velocity", "weights", "buffers", "snapshot")
+MERGED_KEYS = (
+    "residual", "owner_error", "velocity", "weights", "buffers", "snapshot", "optimizer"
+)  # fmt: skip
 """Entries of a worker's state that hold a tensor for each parameter (or buffer) of that worker."""
 
 COMMON_KEYS = ("shared", "outer_momentum", "arrival")
