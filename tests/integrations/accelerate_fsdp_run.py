@@ -7,12 +7,12 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 import gradherd as gh
 from gradherd.integrations.accelerate import prepare
 from tests.integrations import accelerate_run
-from tests.integrations.conformance import SPARSE
+from tests.integrations.conformance import LOCAL, SPARSE
 from tests.integrations.task import Plan, Trace, make, make_loader
 
 NAME, PACKAGE, TORCHRUN = "Accelerate, FSDP2", "accelerate", True
 # One dimension of shards: there are no replicas to exchange between.
-REFUSED = (SPARSE,)
+REFUSED = (SPARSE, LOCAL)
 
 
 def sharding(version: int = 2, **options) -> Accelerator:
@@ -45,5 +45,6 @@ def attempt(version: int = 2, **options) -> None:
 
 WRONG = {
     "sparsify": lambda: attempt(sparsify=gh.ExDyna(density=0.1)),
+    "local steps": lambda: attempt(local=gh.LocalSteps()),
     "FSDP1": lambda: attempt(1, order="cd-grab"),
 }

@@ -29,6 +29,7 @@ BEGIN_COMPOSER = BEGIN.replace("conformance:", "composer:", 1)
 SMALL = ("plain", "stateful", "accelerate", "transformers")
 ALL = (*SMALL, "accelerate_fsdp", "lightning", "lightning_fsdp", "fabric", "ray")
 SPARSE = "sparse exchange: density and bits"
+LOCAL = "local steps in one bit, also resumed"
 
 
 class Results:
@@ -98,12 +99,15 @@ def cut_short(own: Results, plain: Results) -> bool:
 
 def resumed(own: Results, plain: Results) -> bool:
     """Check that stopping in mid-epoch and resuming changes nothing."""
-    for plan in own.plans:
-        for rank in _ranks():
-            first, rest = own(f"{plan}-first", rank), own(f"{plan}-rest", rank)
-            rest["batches"] = first["batches"] + rest["batches"]
-            if not _same(rest, own(plan, rank)) or len(first["batches"]) % STEPS == 0:
-                return False
+    return all(_resumes(own, plan) for plan in own.plans)
+
+
+def _resumes(own: Results, plan: str) -> bool:
+    for rank in _ranks():
+        first, rest = own(f"{plan}-first", rank), own(f"{plan}-rest", rank)
+        rest["batches"] = first["batches"] + rest["batches"]
+        if not _same(rest, own(plan, rank)) or len(first["batches"]) % STEPS == 0:
+            return False
     return True
 
 
@@ -118,6 +122,15 @@ def sparse(own: Results, plain: Results) -> bool:
     logged = [own("both", rank)["logged"]["herd/density"] for rank in _ranks()]
     same = all(_same(own("both", rank), plain("both", rank)) for rank in _ranks())
     return same and all(math.isclose(d, DENSITY, rel_tol=1e-5) for d in logged)
+
+
+def local(own: Results, plain: Results) -> bool:
+    """Check local steps against those of a plain module, straight and resumed within a phase."""
+    if own("local", 0)["weights"].equal(own("local", 1)["weights"]):
+        return False  # ranks stop within a phase
+    return _resumes(own, "local") and all(
+        _same(own("local", rank), plain("local", rank)) for rank in _ranks()
+    )
 
 
 def metrics(own: Results, plain: Results) -> bool:
@@ -144,6 +157,7 @@ DEMANDS: dict[str, Callable[[Results, Results], bool]] = {
     "epochs cut short starve no example": cut_short,
     "resumed in mid-epoch, to the bit": resumed,
     SPARSE: sparse,
+    LOCAL: local,
     "metrics arrive": metrics,
     "wrong set-ups refused": refused,
 }

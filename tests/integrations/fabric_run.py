@@ -38,6 +38,8 @@ def train(plan: Plan) -> Trace:
     unit = options.pop("unit", BATCH)
     sampler = gh.OrderedSampler(Points(), options.pop("order"), batch_size=BATCH, unit=unit)
     loader = fabric.setup_dataloaders(make_loader(sampler=sampler, num_workers=plan.workers))
+    if "local" in options:
+        options["optimizer"] = optimizer
     herd = attach_fabric(model, order=sampler, **options)
     herd.scalars(rows=True)  # has rows measured from now on
     file, step = checkpoint_file(plan), 0

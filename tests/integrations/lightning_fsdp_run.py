@@ -6,12 +6,12 @@ from torch.distributed.fsdp import fully_shard
 import gradherd as gh
 from gradherd.integrations.lightning import GradherdCallback
 from tests.integrations import lightning_run
-from tests.integrations.conformance import SPARSE
+from tests.integrations.conformance import LOCAL, SPARSE
 from tests.integrations.task import Plan, Trace
 
 NAME, PACKAGE, TORCHRUN = "Lightning, FSDP2", "lightning", True
 # One dimension of shards: there are no replicas to exchange between.
-REFUSED = (SPARSE,)
+REFUSED = (SPARSE, LOCAL)
 REDUCES_EACH = True  # Lightning has FSDP2 reduce every batch of a step
 
 
@@ -32,10 +32,13 @@ def train(plan: Plan) -> Trace:
     return lightning_run.train(plan, ShardedLit, strategy=strategy())
 
 
-def sparsified():
-    callback = GradherdCallback(sparsify=gh.ExDyna(density=0.1))
+def attempt(**options):
+    callback = GradherdCallback(**options)
     quiet = dict(max_epochs=1, logger=False, enable_checkpointing=False)
     lightning_run.trainer(callback, strategy=strategy(), **quiet).fit(ShardedLit())
 
 
-WRONG = {"sparsify": sparsified}
+WRONG = {
+    "sparsify": lambda: attempt(sparsify=gh.ExDyna(density=0.1)),
+    "local steps": lambda: attempt(local=gh.LocalSteps()),
+}

@@ -32,8 +32,10 @@ def train(plan: Plan, kind: type = DataLoader) -> Trace:
     unit = options.pop("unit", BATCH)
     sampler = gh.OrderedSampler(Points(), options.pop("order"), batch_size=BATCH, unit=unit)
     loader = make_loader(kind, sampler=sampler, num_workers=plan.workers)
-    ddp = DDP(model)
-    herd = gh.attach(ddp, order=sampler, **options)
+    # Local steps need no DDP: what frameworks do with it is compared with a plain module.
+    ddp = model if "local" in options else DDP(model)
+    steps = {"optimizer": optimizer} if "local" in options else {}
+    herd = gh.attach(ddp, order=sampler, **steps, **options)
     herd.scalars(rows=True)  # has rows measured from now on
     epoch, step = 0, 0
     if plan.resume:

@@ -50,7 +50,8 @@ def train_one(plan: Plan, rank: int) -> Trace:
     model, optimizer = make()
     trace = Trace()
     record_credits(trace, model)
-    ddp, loader, herd = prepare(model, make_loader(num_workers=plan.workers), **plan.options)
+    options = plan.options | ({"optimizer": optimizer} if "local" in plan.options else {})
+    ddp, loader, herd = prepare(model, make_loader(num_workers=plan.workers), **options)
     herd.scalars(rows=True)  # has rows measured from now on
     step, epoch, folder = 0, 0, checkpoint_file(plan).with_suffix("")
     if plan.resume:

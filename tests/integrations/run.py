@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from tests.integrations.conformance import SPARSE
+from tests.integrations.conformance import LOCAL, SPARSE
 from tests.integrations.task import Trace, plans, use_forkserver
 
 
@@ -31,9 +31,11 @@ def main(names: str, root: str) -> None:
 
 def run(module, folder: str, rank: int) -> None:
     if module.TORCHRUN:
-        sparse = SPARSE not in getattr(module, "REFUSED", ())
+        refused = getattr(module, "REFUSED", ())
         for plan in plans(folder):
-            if not sparse and "sparsify" in plan.options:
+            if ("sparsify" in plan.options and SPARSE in refused) or (
+                "local" in plan.options and LOCAL in refused
+            ):
                 continue
             save(folder, plan.name, rank, module.train(plan))
         refused = {name: sentence(attempt) for name, attempt in module.WRONG.items()}

@@ -53,8 +53,9 @@ def plans(folder: str) -> list[Plan]:
     sparse = gh.Sparsify(method=gh.ExDyna(density=DENSITY), dense_below=16)
     whole = {"order": "cd-grab"}
     both = {"order": "cd-grab", "unit": 1, "sparsify": sparse}
+    local = {"order": "cd-grab", "local": gh.LocalSteps(every=5, dense_below=16)}
     found = []
-    for name, options in (("whole", whole), ("both", both)):
+    for name, options in (("whole", whole), ("both", both), ("local", local)):
         found += [
             Plan(name, folder, options),
             Plan(f"{name}-first", folder, options, stop=STOP),

@@ -54,6 +54,14 @@ def test_the_trainer_resumes_while_signs_are_on_their_way(tmp_path):
         assert printed_under_torchrun(RANKS, *words).count("resumed\n") == RANKS
 
 
+@pytest.mark.skipif("transformers" not in NAMES, reason="transformers is not installed")
+def test_the_trainer_evaluates_and_leaves_what_ranks_share(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(conformance.ROOT)
+        words = ("-m", "tests.integrations.best_run", tmp_path)
+        assert printed_under_torchrun(RANKS, *words).count("shared\n") == RANKS
+
+
 def test_the_page_shows_all_frameworks_and_all_demands():
     text = PAGE.read_text()
     lines = text.split(BEGIN)[1].split(END)[0].strip().splitlines()

@@ -22,6 +22,7 @@ from gradherd.ordering.batches import FollowedIterator
 from gradherd.ordering.policy import Policy
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.settings import RowSettings
+from gradherd.sparsify.local import LocalSteps
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
 
@@ -42,10 +43,11 @@ def prepare(
     order: str | Policy | None = None,
     unit: int | str = "batch",
     sparsify: str | Selector | Sparsify | None = None,
+    local: LocalSteps | None = None,
     rows: str | RowSettings = "auto",
     seed: int = 0,
 ) -> tuple[Any, ...]:
-    """Do what `accelerator.prepare` does, with an order and a sparsifier.
+    """Do what `accelerator.prepare` does, with an order and few bytes.
 
     The herd is registered with the accelerator: `save_state` saves it, and after `load_state` the
     loader continues where the epoch was interrupted, with or without
@@ -60,6 +62,8 @@ def prepare(
         order: Order of the training examples, such as "cd-grab"; None leaves it to Accelerate.
         unit: Examples that are ordered as one; whole batches by default.
         sparsify: How DDP exchanges gradients, such as `ExDyna(density=0.01)`; None keeps DDP's.
+        local: Steps that each rank takes on its own, such as `LocalSteps()`; call `herd.sync()`
+            before you evaluate or save a model. None averages gradients at every step.
         rows: How gradients are read for ordering; see `gradherd.attach`.
         seed: Seed of the order.
 
@@ -69,8 +73,11 @@ def prepare(
     Raises:
         ValueError: The set-up would train on wrong examples, or is not supported.
     """
-    settings = HerdSettings(order=order, unit=unit, sparsify=sparsify, rows=rows, seed=seed)
-    check_accelerator(accelerator, ordered=order is not None, shards=sparsify is None)
+    settings = HerdSettings(
+        order=order, unit=unit, sparsify=sparsify, local=local, rows=rows, seed=seed
+    )
+    shards = sparsify is None and local is None
+    check_accelerator(accelerator, ordered=order is not None, shards=shards)
     prepared = getattr(loader, "_is_accelerate_prepared", False)
     sampler = settings.sampler_before_prepare(loader, prepared)
     if sampler is None:
@@ -79,7 +86,7 @@ def prepare(
         model, optimizer, *others = accelerator.prepare(model, optimizer, *others)
         loader = ordered_shard(accelerator, loader, sampler)
         _skip_once(accelerator, loader)
-    herd = settings.attach(model, sampler, accelerator.scaler)
+    herd = settings.attach(model, sampler, accelerator.scaler, optimizer)
     accelerator.register_for_checkpointing(SavedHerd(herd, None if sampler is None else loader))
     return (model, optimizer, loader, *others, herd)
 
@@ -101,7 +108,7 @@ def check_accelerator(accelerator: Accelerator, *, ordered: bool, shards: bool =
     ):
         raise ValueError(
             f"Accelerate runs with {kind.value}, which this integration does not support: use DDP, "
-            "or fsdp_version=2 with an order and without a sparsifier, or shard the model with "
+            "or fsdp_version=2 with an order alone, or shard the model with "
             "fully_shard in a loop of your own and attach to it"
         )
     mesh = accelerator.parallelism_config

@@ -1,4 +1,4 @@
-"""Composer: a callback that orders the training loader, sparsifies DDP, saves and logs.
+"""Composer: a callback that orders the training loader, sends few bytes, saves and logs.
 
     trainer = Trainer(..., callbacks=[HerdCallback(order="cd-grab")])
 
@@ -20,7 +20,7 @@ from gradherd.ordering.sampler import OrderedSampler
 
 
 class HerdCallback(HerdCallbackBase, Callback):
-    """Order the training examples and sparsify the gradient exchange of a ComposerModel."""
+    """Order the training examples of a ComposerModel, and exchange few bytes."""
 
     def __init__(
         self, order: str | Policy | None = None, *, log_every: int = 50, **options: Any
@@ -30,10 +30,10 @@ class HerdCallback(HerdCallbackBase, Callback):
         Args:
             order: Order of the training examples, such as "cd-grab"; None keeps the loader's.
             log_every: Batches between two logs.
-            **options: unit, sparsify, rows, seed and log_rows, as for `HerdCallbackBase`.
+            **options: unit, sparsify, local, rows, seed and log_rows, as for `HerdCallbackBase`.
 
         Raises:
-            ValueError: Neither an order nor a sparsifier is given, or `log_every` is below 1.
+            ValueError: There is nothing to do, or `log_every` is below 1.
         """
         super().__init__(order, **options)
         if log_every < 1:
@@ -66,7 +66,7 @@ class HerdCallback(HerdCallbackBase, Callback):
             ordered = with_sampler(loader, sampler, follow=True)
             state.set_dataloader(ordered, state.dataloader_label, length)
         scaler = state.scaler if state.scaler is not None and state.scaler.is_enabled() else None
-        if self._attach(state.model, sampler, scaler) and sampler is not None:
+        if self._attach(state.model, sampler, scaler, state.optimizers) and sampler is not None:
             state.dataset_resumption["train"] = True  # the sampler skips, Composer does not
 
     def _make_sampler(self, loader: Any) -> OrderedSampler:
@@ -85,6 +85,14 @@ class HerdCallback(HerdCallbackBase, Callback):
         """Log the herd's numbers every few batches."""
         if int(state.timestamp.batch) % self._log_every == 0:
             logger.log_metrics(self.herd.scalars(rows=self._log_rows))
+
+    def eval_start(self, state: State, logger: Logger) -> None:
+        """Evaluate what all ranks share."""
+        self._sync()
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Leave all ranks equal weights."""
+        self._sync()
 
     def close(self, state: State, logger: Logger) -> None:
         """Leave the model as it was."""

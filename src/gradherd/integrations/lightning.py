@@ -1,4 +1,4 @@
-"""Lightning: a callback that orders the training loader, sparsifies DDP, saves and logs.
+"""Lightning: a callback that orders the training loader, sends few bytes, saves and logs.
 
     trainer = Trainer(strategy="ddp", callbacks=[GradherdCallback(order="cd-grab")])
 
@@ -22,7 +22,7 @@ from gradherd.ordering.sampler import OrderedSampler
 
 
 class GradherdCallback(HerdCallbackBase, Callback):
-    """Order the training examples and sparsify the gradient exchange of a LightningModule."""
+    """Order the training examples of a LightningModule, and exchange few bytes."""
 
     _sampler: OrderedSampler | None = None
 
@@ -57,7 +57,8 @@ class GradherdCallback(HerdCallbackBase, Callback):
             loader = request()
             if self._sampler is None:
                 self._sampler = self._settings.make_sampler(loader)
-                self._attach_to(trainer)
+                if self._settings.local is None:
+                    self._attach_to(trainer)
             elif len(loader.dataset) != self._sampler.sharding.examples:
                 # reload_dataloaders_every_n_epochs
                 raise ValueError(
@@ -71,14 +72,28 @@ class GradherdCallback(HerdCallbackBase, Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach a sparsifier; the strategy has wrapped the model by now."""
-        if self._settings.order is None:
+        if self._settings.order is None and self._settings.local is None:
             self._attach_to(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Attach local steps: weights and optimizers of a checkpoint are loaded by now."""
+        if self._settings.local is not None:
+            self._attach_to(trainer)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate what all ranks share."""
+        if not trainer.sanity_checking:
+            self._sync()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave all ranks equal weights."""
+        self._sync()
 
     def _attach_to(self, trainer: Trainer) -> None:
         # Lightning does not skip batches of an epoch it resumes: it counts them and takes what the
         # loader gives. So it is the sampler that starts where the epoch continues.
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._attach(trainer.strategy.model, self._sampler, scaler)
+        self._attach(trainer.strategy.model, self._sampler, scaler, trainer.optimizers)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -100,8 +115,8 @@ def attach_fabric(model: Any, **options: Any) -> Herd:
 
     Args:
         model: The model, set up by Fabric.
-        **options: As for `gradherd.attach`: order, sparsify, rows. Fabric's GradScaler, if there is
-            one, is passed on.
+        **options: As for `gradherd.attach`: order, sparsify, local, optimizer, rows. Fabric's
+            GradScaler, if there is one, is passed on.
 
     Raises:
         ValueError: Fabric has not set up this model.

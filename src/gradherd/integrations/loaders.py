@@ -7,6 +7,7 @@ followed (`ordering.batches`) tells the sampler which batch the loop has receive
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from gradherd.ordering.batches import FollowedIterator
 from gradherd.ordering.policy import Policy
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.settings import RowSettings
+from gradherd.sparsify.local import LocalSteps
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
 
@@ -43,14 +45,16 @@ class HerdSettings:
     """Consecutive examples that are ordered as one; whole batches work with every model."""
     sparsify: str | Selector | Sparsify | None = None
     """How DDP exchanges gradients; None leaves that to DDP."""
+    local: LocalSteps | None = None
+    """Steps that each rank takes on its own between two exchanges; None averages gradients."""
     rows: str | RowSettings = "auto"
     """How gradients are read for ordering; see `attach`."""
     seed: int = 0
     """Seed of the order."""
 
     def __post_init__(self) -> None:
-        if self.order is None and self.sparsify is None:
-            raise ValueError("nothing to do: give an order, a sparsifier, or both")
+        if self.order is None and self.sparsify is None and self.local is None:
+            raise ValueError("nothing to do: give order=, sparsify= or local=")
         if isinstance(self.unit, str) and self.unit != "batch":
             raise ValueError(f"unit must be 'batch' or a number of examples, got {self.unit!r}")
 
@@ -95,10 +99,22 @@ class HerdSettings:
         )
 
     def attach(
-        self, model: nn.Module, sampler: OrderedSampler | None, scaler: GradScaler | None = None
+        self,
+        model: nn.Module,
+        sampler: OrderedSampler | None,
+        scaler: GradScaler | None = None,
+        optimizer: Any = None,
     ) -> Herd:
-        """Attach to a model that the framework has wrapped."""
-        return attach(model, order=sampler, sparsify=self.sparsify, rows=self.rows, scaler=scaler)
+        """Attach to a model that the framework has wrapped, and to its optimizer."""
+        return attach(
+            model,
+            order=sampler,
+            sparsify=self.sparsify,
+            local=self.local,
+            optimizer=None if self.local is None else optimizer,
+            rows=self.rows,
+            scaler=scaler,
+        )
 
 
 class HerdCallbackBase:
@@ -110,6 +126,7 @@ class HerdCallbackBase:
         *,
         unit: int | str = "batch",
         sparsify: str | Selector | Sparsify | None = None,
+        local: LocalSteps | None = None,
         rows: str | RowSettings = "auto",
         seed: int = 0,
         log_rows: bool = False,
@@ -120,15 +137,17 @@ class HerdCallbackBase:
             order: Order of the training examples, such as "cd-grab"; None keeps the loader's.
             unit: Examples that are ordered as one; whole batches by default.
             sparsify: How DDP exchanges gradients, such as `ExDyna(density=0.01)`; None keeps DDP's.
+            local: Steps that each rank takes on its own, such as `LocalSteps()`; None averages
+                gradients at every step.
             rows: How gradients are read for ordering; see `gradherd.attach`.
             seed: Seed of the order.
             log_rows: Whether to log norms of gradients, noise scale and herding bound as well.
 
         Raises:
-            ValueError: Neither an order nor a sparsifier is given.
+            ValueError: There is nothing to do.
         """
         self._settings = HerdSettings(
-            order=order, unit=unit, sparsify=sparsify, rows=rows, seed=seed
+            order=order, unit=unit, sparsify=sparsify, local=local, rows=rows, seed=seed
         )
         self._log_rows = log_rows
         self._herd: Herd | None = None
@@ -142,14 +161,25 @@ class HerdCallbackBase:
         return self._herd
 
     def _attach(
-        self, model: nn.Module, sampler: OrderedSampler | None, scaler: GradScaler | None
+        self,
+        model: nn.Module,
+        sampler: OrderedSampler | None,
+        scaler: GradScaler | None,
+        optimizers: Sequence[Any] = (),
     ) -> bool:
         """Attach, and continue from a checkpoint if one was loaded, which is returned."""
-        self._herd = self._settings.attach(model, sampler, scaler)
+        if self._settings.local is not None and len(optimizers) != 1:
+            raise ValueError(f"local steps need one optimizer, got {len(optimizers)}")
+        self._herd = self._settings.attach(model, sampler, scaler, *optimizers[:1])
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             self._herd.load_state_dict(loaded)
         return loaded is not None
+
+    def _sync(self) -> None:
+        """Give all ranks equal weights, if they take local steps."""
+        if self._settings.local is not None and self._herd is not None:
+            self._herd.sync()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the herd; frameworks ask on all ranks and save rank 0's."""

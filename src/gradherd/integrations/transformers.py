@@ -1,4 +1,4 @@
-"""transformers: a Trainer whose examples are ordered and whose gradients are sparsified.
+"""transformers: a Trainer whose examples are ordered and whose ranks send few bytes.
 
     trainer = GradherdTrainer(model, args, train_dataset=data, order="cd-grab")
     trainer.train(resume_from_checkpoint=True)
@@ -29,6 +29,7 @@ from gradherd.ordering.batches import LoopCount
 from gradherd.ordering.policy import Policy
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.settings import RowSettings
+from gradherd.sparsify.local import LocalSteps
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
 
@@ -36,7 +37,7 @@ FILE = "herd.safetensors"
 
 
 class GradherdTrainer(Trainer):
-    """`transformers.Trainer` with an order, a sparsifier, or both.
+    """`transformers.Trainer` with an order, and with a sparsifier or local steps.
 
     As a mixin it must come first among the base classes.
     """
@@ -47,6 +48,8 @@ class GradherdTrainer(Trainer):
     """Examples that are ordered as one: whole batches, or a number."""
     sparsify: ClassVar[str | Selector | Sparsify | None] = None
     """How DDP exchanges gradients, such as `ExDyna(density=0.01)`; None keeps DDP's."""
+    local: ClassVar[LocalSteps | None] = None
+    """Steps that each rank takes on its own, such as `LocalSteps()`; None averages gradients."""
     rows: ClassVar[str | RowSettings] = "auto"
     """How gradients are read for ordering; see `gradherd.attach`."""
     log_rows: ClassVar[bool] = False
@@ -57,15 +60,15 @@ class GradherdTrainer(Trainer):
 
         Args:
             *args: As for the Trainer.
-            **kwargs: As for the Trainer; order, unit, sparsify, rows and log_rows may be given
-                here, too. The seed of the order is `args.data_seed`, or `args.seed`.
+            **kwargs: As for the Trainer; order, unit, sparsify, local, rows and log_rows may be
+                given here, too. The seed of the order is `args.data_seed`, or `args.seed`.
 
         Raises:
             ValueError: The set-up would train on wrong examples, or is not supported.
         """
         given = {
             name: kwargs.pop(name, getattr(type(self), name))
-            for name in ("order", "unit", "sparsify", "rows")
+            for name in ("order", "unit", "sparsify", "local", "rows")
         }
         self._log_rows = kwargs.pop("log_rows", type(self).log_rows)
         super().__init__(*args, **kwargs)
@@ -128,7 +131,7 @@ class GradherdTrainer(Trainer):
         self._detach()  # from an earlier train() that failed
         self._skipped = 0
         self._herd = self._settings.attach(
-            self.model_wrapped, self._sampler, self.accelerator.scaler
+            self.model_wrapped, self._sampler, self.accelerator.scaler, self.optimizer
         )
         self._attached = True
         checkpoint = kwargs.get("resume_from_checkpoint", args[-1] if args else None)
@@ -175,6 +178,20 @@ class GradherdTrainer(Trainer):
             logs = logs | self._herd.scalars(rows=self._log_rows)
         super().log(logs, *args, **kwargs)
 
+    def _sync(self) -> None:
+        """Give all ranks equal weights, if they take local steps."""
+        if self._settings.local is not None and self._attached:
+            self.herd.sync()
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate what all ranks share."""
+        self._sync()
+        return super().evaluate(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        self._sync()  # before: an exchange afterwards would mix the best weights with the last
+        super()._load_best_model()
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does, and leave the model as it was."""
         output = super().train(*args, **kwargs)
@@ -214,6 +231,10 @@ class _EpochCallback(TrainerCallback):
         trainer._count = LoopCount(delivered=skipped)
         trainer._sampler.follow(trainer._count)
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave all ranks equal weights."""
+        self._trainer._sync()
+
 
 class GradherdSeq2SeqTrainer(GradherdTrainer, Seq2SeqTrainer):
-    """`transformers.Seq2SeqTrainer` with an order, a sparsifier, or both."""
+    """`transformers.Seq2SeqTrainer` with an order, and with a sparsifier or local steps."""
