@@ -3,20 +3,56 @@
 import logging
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradherd import OrderedSampler, attach
+from gradherd import ExDyna, OrderedSampler, Sparsify, attach
+from gradherd.comm import checks
+from tests.attach.fsdp_work import mesh_of
+
+MOST = 6
+"""Batches in a row that may be not finite, in these tests."""
 
 
-def warnings_of_attaching(wrapped):
-    """Return the log of attaching a plain module, or one in DDP."""
+def log_of_this_rank():
+    """Return a list that gets what gradherd says from now on."""
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("gradherd").addHandler(handler)
+    return messages
+
+
+def spoiled_run(sharded):
+    """Have NaN on rank 1 in all steps but the third; return what was said, and how it ended."""
+    messages, checks.MOST_BROKEN = log_of_this_rank(), MOST
+    model = nn.Linear(64, 8)
+    settings = {"sparsify": Sparsify(method=ExDyna(density=0.1), dense_below=1)}
+    if sharded:
+        settings["mesh"] = mesh = mesh_of((2, 1))
+        fully_shard(model, mesh=mesh["shard"])
+    else:
+        model = DDP(model)
+    attach(model, **settings)
+    for step in range(3 * MOST):
+        spoiled = dist.get_rank() == 1 and step != 2
+        loss = model(torch.randn(4, 64)).square().mean()
+        try:
+            (loss * torch.nan if spoiled else loss).backward()
+        except RuntimeError as error:
+            kind = type(error).__name__
+            return {"said": messages, "error": kind, "text": str(error), "step": step}
+        model.zero_grad()
+    return {"said": messages, "error": "none"}
+
+
+def warnings_of_attaching(wrapped):
+    """Return the log of attaching a plain module, or one in DDP."""
+    messages = log_of_this_rank()
     data, net = TensorDataset(torch.randn(8, 3)), nn.Linear(3, 1)
     order = OrderedSampler(data, "cd-grab", batch_size=2)
     attach(DDP(net) if wrapped else net, order=order).detach()

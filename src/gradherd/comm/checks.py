@@ -1,9 +1,16 @@
-"""Checks of arguments: one sentence for a wrong type, instead of an error from a comparison."""
+"""Checks of arguments and of training: one sentence for what is wrong, in place of a late error."""
 
+import logging
 import operator
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
+
+log = logging.getLogger("gradherd")
+
+MOST_BROKEN = 100
+"""Batches in a row whose gradients may be not finite. A GradScaler needs a few dozen at most until
+it has found its scale."""
 
 
 def check_whole(name: str, value: Any, least: int) -> None:
@@ -45,3 +52,38 @@ def check_state(state: Any, *needed: str) -> None:
     missing = [key for key in needed if key not in state]
     if missing:
         raise ValueError(f"state must be what state_dict() returned: it has no {missing[0]!r}")
+
+
+class TrainingDiverged(RuntimeError):
+    """Gradients or weights were not finite many times in a row, on all ranks alike."""
+
+
+class BrokenBatches:
+    """Says once that gradients are not finite, and ends a run that has no others any more.
+
+    Args:
+        meaning: What happens to such a batch, in words.
+        rank: Rank of this process; the first one speaks for all.
+    """
+
+    def __init__(self, meaning: str, rank: int) -> None:
+        self._meaning = meaning
+        self._told = rank != 0
+
+    def note(self, in_a_row: int) -> None:
+        """Take note of so many batches in a row up to now, on all ranks alike.
+
+        Raises:
+            TrainingDiverged: They are too many.
+        """
+        if in_a_row and not self._told:
+            self._told = True
+            log.warning(
+                "gradients are not finite: %s (a few at the start are normal with a GradScaler)",
+                self._meaning,
+            )
+        if in_a_row >= MOST_BROKEN:
+            raise TrainingDiverged(
+                f"gradients were not finite in {in_a_row} batches in a row ({self._meaning}): "
+                "training has diverged; try a lower learning rate, a warm-up or gradient clipping"
+            )

@@ -78,6 +78,11 @@ class World:
         group: Any = dist.group.WORLD if self.group is None else self.group
         return dist.get_process_group_ranks(group)
 
+    @property
+    def destroyed(self) -> bool:
+        """Whether ranks cannot meet any more: `destroy_process_group` was called."""
+        return self.size > 1 and not dist.is_initialized()
+
     def timeout(self) -> timedelta:
         """Return how long a rank waits for its peers, as given to `init_process_group`."""
         group: Any = dist.group.WORLD if self.group is None else self.group

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from gradherd.comm.checks import BrokenBatches
 from gradherd.comm.collectives import all_gather, all_reduce
 from gradherd.comm.script import AllGather, Script, run
 from gradherd.comm.stopwatch import Stopwatch
@@ -203,6 +204,13 @@ class ModelExchange:
 class GradientExchange(ModelExchange):
     """An exchange of gradients at every step, with error feedback."""
 
+    def __init__(self, *args: Any) -> None:
+        """Take what `ModelExchange` takes."""
+        super().__init__(*args)
+        meaning = "all ranks get NaN from the exchange, and residuals stay"
+        self._broken = BrokenBatches(meaning, self.world.rank)
+        self._skipped_in_a_row = 0
+
     def _average_whole(self, piece: Tensor) -> None:
         """Average (n,) elements in place: of a parameter that was frozen when this was attached."""
         mean, sent = all_reduce(piece / self.peers.size, self.peers)
@@ -227,7 +235,10 @@ class GradientExchange(ModelExchange):
             outcome = None
         if outcome is None:
             self._worker.commit(None)
+            self._skipped_in_a_row += 1
+            self._broken.note(self._skipped_in_a_row)
         else:
+            self._skipped_in_a_row = 0
             self._metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
         return outcome, used
 

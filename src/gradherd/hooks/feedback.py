@@ -7,6 +7,7 @@ first.
 """
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -33,6 +34,8 @@ from gradherd.ordering.sampler import Feeder, OrderedSampler
 from gradherd.rows.forward_replay import ModelHook, UncopiedHook, skip_on_replay
 from gradherd.rows.settings import RowSettings, row_length
 from gradherd.rows.torch_names import current_backward
+
+log = logging.getLogger("gradherd")
 
 
 def inner(model: nn.Module) -> nn.Module:
@@ -289,6 +292,13 @@ class OrderFeedback(Feeder):
         """Remove all hooks; the sampler keeps what it has learned."""
         try:
             self.finish()
+        except Exception:
+            if not self.sampler.world.destroyed:
+                raise
+            log.warning(
+                "the process group is gone, so the last batches were not learned: call "
+                "herd.detach() before destroy_process_group()"
+            )
         finally:  # also after a rank has failed: nothing of this must stay in the model
             self._transport.close()
             if self._watch is not None:

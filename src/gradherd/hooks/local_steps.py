@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from gradherd.comm.background_thread import BackgroundThread
+from gradherd.comm.checks import TrainingDiverged
 from gradherd.comm.script import run
 from gradherd.comm.world import World
 from gradherd.flat import local_shard
@@ -40,10 +41,6 @@ log = logging.getLogger("gradherd")
 # A rank whose optimizer holds NaN breaks every exchange: end such a run instead of going on.
 MAX_CALLED_OFF = 3
 """Exchanges in a row that may be called off."""
-
-
-class TrainingDiverged(RuntimeError):
-    """Weights were not finite in several exchanges in a row, on all ranks alike."""
 
 
 @dataclass

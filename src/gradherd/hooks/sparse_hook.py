@@ -20,6 +20,7 @@ from torch.amp import GradScaler
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from gradherd.comm.checks import MOST_BROKEN
 from gradherd.flat import exchangeable, in_memory_order
 from gradherd.hooks.bucket_hook import BucketHook, world_of
 from gradherd.hooks.device_exchange import DeviceExchange
@@ -130,6 +131,9 @@ class SparseHook(BucketHook, GradientExchange):
         if not tracks_usage(ddp) and runs_on_device(self._worker):
             self._device = DeviceExchange(self._worker, self._slices, world, scaler)
         self._usage = ParameterUsage(ddp, parameters) if tracks_usage(ddp) else None
+        self._exchanges = 0
+        self._last_counts = [-1, 0]
+        self._copied: tuple[Tensor, torch.cuda.Event] | None = None
 
     def add(self, bucket: dist.GradBucket) -> Future[Tensor] | None:
         """Add a bucket to the residual, unless the norm of all buckets must be known first."""
@@ -169,6 +173,7 @@ class SparseHook(BucketHook, GradientExchange):
             sent = self._device.exchange(buckets)
             self.total_bytes += sent
             self._metrics = {"bytes": sent}
+            self._look_back()
             return
         if self._device is not None:
             # Before anything was added: a parameter was frozen when the hook was attached, say.
@@ -192,6 +197,24 @@ class SparseHook(BucketHook, GradientExchange):
         # the residual, so the optimizer gets it later.
         written = self._map.put(flats, outcome.coordinates(), self._worker.mean_of(outcome))
         self._keep(outcome, written, used)
+
+    def _look_back(self) -> None:
+        """Every so many steps, see how those before went: the GPU is never waited for."""
+        self._exchanges += 1
+        if self._exchanges % MOST_BROKEN:
+            return
+        done, skipped = self._last_counts
+        if self._copied is not None:
+            counts, copied = self._copied
+            copied.synchronize()  # long ago
+            self._last_counts = counts.tolist()
+            if self._last_counts[1] > skipped:
+                self._broken.note(MOST_BROKEN if self._last_counts[0] == done else 1)
+        counters = self._worker.counters
+        if counters.is_cuda:
+            event = torch.cuda.Event()
+            self._copied = counters.to("cpu", non_blocking=True), event
+            event.record()
 
     def last_step(self) -> dict[str, Any]:
         """Return the metrics of the last step that need no computation; waits for a GPU."""

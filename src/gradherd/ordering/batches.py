@@ -10,6 +10,7 @@ back later, without a name on them. `Batches` answers both questions:
   off in between; its gradient belongs to the units of that batch, once.
 """
 
+import inspect
 import multiprocessing
 import threading
 import weakref
@@ -17,6 +18,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
+
+from torch.utils.data import BatchSampler
 
 _REMEMBERED_PASSES = 4
 _REMEMBERED_BATCHES = 64
@@ -78,6 +81,8 @@ class EpochPass:
     """Whether the examples of several batches were asked for while there were other processes."""
     thread: int = field(default_factory=threading.get_ident)
     """Thread that began it."""
+    misfit: str | None = None
+    """Why nothing may be trained with the loader that draws from it."""
 
     def __post_init__(self) -> None:
         self.handed_out = self.begin
@@ -111,6 +116,8 @@ class EpochPass:
 
     def check(self, batch_size: int) -> None:
         """Raise if what was received cannot be told from what was handed out."""
+        if self.misfit is not None:
+            raise ValueError(self.misfit)
         handed_out = -(-(self.handed_out - self.begin) // batch_size)
         if self.count is not None:
             if self.alive and self._counted > handed_out:
@@ -353,6 +360,8 @@ class Batches:
         newest = self.newest
         if newest is None:
             raise RuntimeError(self._before_any_example())
+        if newest.misfit is not None:
+            raise ValueError(newest.misfit)
         restarts = self.last_pass is None or not self.last_pass.alive
         if newest is not self.last_pass and newest.version == self._version and restarts:
             self.last_pass, self.position = newest, newest.begin
@@ -468,16 +477,48 @@ def check_followed(loader: Any, sampler: Followable) -> None:
                 "accelerator.prepare)"
             )
         source = getattr(source, "sampler", None) or getattr(source, "batch_sampler", None)
-    size = getattr(loader, "batch_size", None)
-    if isinstance(size, int) and size != sampler.batch_size:
-        raise ValueError(
-            f"the loader makes batches of {size}, but the sampler was created with "
+    misfit = _misfit(getattr(loader, "batch_size", None), getattr(loader, "dataset", None), sampler)
+    if misfit is not None:
+        raise ValueError(misfit)
+
+
+def _misfit(batch_size: Any, dataset: Any, sampler: Followable) -> str | None:
+    """Say what of a loader does not fit the sampler; None if nothing is known."""
+    if isinstance(batch_size, int) and batch_size != sampler.batch_size:
+        return (
+            f"the loader makes batches of {batch_size}, but the sampler was created with "
             f"batch_size={sampler.batch_size}: give both the same"
         )
-    dataset: Any = getattr(loader, "dataset", None)
     count = len(dataset) if hasattr(dataset, "__len__") else sampler.examples
     if count != sampler.examples:
-        raise ValueError(
+        return (
             f"the loader's data set has {count} examples, but the sampler's has "
             f"{sampler.examples}: give both the same"
         )
+    return None
+
+
+def misfit_of_caller(sampler: Followable) -> str | None:
+    """Say why the loader that begins to iterate now must not train; None if nothing is known.
+
+    A sampler is not told who asks. Torch's loader does so from an iterator, which knows its data
+    set: it is found among the callers.
+
+    Raises:
+        ValueError: The loader's data set has not all of the sampler's examples.
+    """
+    frame = inspect.currentframe()
+    for _ in range(2 * _NESTED):
+        frame = frame and frame.f_back
+        asking = frame and frame.f_locals.get("self")
+        dataset = getattr(asking, "_dataset", None)
+        if dataset is None:
+            continue
+        source = getattr(asking, "_index_sampler", None)
+        # Those of one's own may call by this name what they like.
+        size = source.batch_size if type(source) is BatchSampler else None
+        misfit = _misfit(size, dataset, sampler)
+        if hasattr(dataset, "__len__") and len(dataset) < sampler.examples:
+            raise ValueError(misfit)
+        return misfit
+    return None

@@ -5,7 +5,6 @@ The next order is adopted when the last gradient of the epoch has been observed,
 names another epoch, or when a loop that has gone through the epoch begins again.
 """
 
-import logging
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from gradherd.comm.checks import check_state, check_whole
+from gradherd.comm.checks import BrokenBatches, check_state, check_whole
 from gradherd.comm.script import Script
 from gradherd.comm.world import World
 from gradherd.ordering.batches import (
@@ -24,18 +23,12 @@ from gradherd.ordering.batches import (
     EpochPass,
     LoopCount,
     has_workers,
+    misfit_of_caller,
 )
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy, Rows
 from gradherd.ordering.registry import find_policy
 from gradherd.ordering.sharding import UnitSharding, check_sampling, stripe
-
-log = logging.getLogger("gradherd")
-
-MOST_BROKEN = 100
-"""Batches in a row whose gradients may be not finite. A GradScaler needs a few dozen at most until
-it has found its scale."""
-
 
 class Feeder:
     """Feeds gradients back to a sampler, and hands in what is under way when that is needed."""
@@ -158,7 +151,7 @@ class OrderedSampler(DistributedSampler[Any]):
         self._resumed = (0, 0)  # epoch, and the position at which its iterators start
         self._loader_skips = False  # whether the loader skips to that position by itself
         self._named_epoch: int | None = None  # the last argument of set_epoch
-        self._told_of_broken = False
+        self._broken = BrokenBatches("no order is learned from such batches", world.rank)
         self._begin_epoch()
 
     def _begin_epoch(self) -> None:
@@ -207,6 +200,8 @@ class OrderedSampler(DistributedSampler[Any]):
             self.end_epoch()
         begin, skipped = (0, self.start) if self._loader_skips else (self.start, 0)
         epoch_pass = EpochPass(begin, len(self), self.ordering.version, skipped // self.batch_size)
+        if self.attached:
+            epoch_pass.misfit = misfit_of_caller(self)
         iterator = EpochIterator(self, epoch_pass)
         epoch_pass.iterator = weakref.ref(iterator)
         self._batches.begin_pass(epoch_pass)
@@ -352,20 +347,7 @@ class OrderedSampler(DistributedSampler[Any]):
 
     def _stop_if_broken(self) -> None:
         """Say once that gradients are not finite; raise after many in a row, on all ranks alike."""
-        batches = self.ordering.broken * self.unit // self.batch_size
-        if not batches:
-            return
-        if not self._told_of_broken:
-            self._told_of_broken = True
-            log.warning(
-                "gradients of epoch %d are not finite: nothing is learned from such batches",
-                self.epoch,
-            )
-        if batches >= MOST_BROKEN:
-            raise RuntimeError(
-                f"gradients were not finite in {batches} batches in a row, from which no order is "
-                "learned: has training diverged?"
-            )
+        self._broken.note(self.ordering.broken * self.unit // self.batch_size)
 
     def end_if_complete(self) -> None:
         """Adopt the next order after the last unit."""

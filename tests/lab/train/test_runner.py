@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from gradherd.comm import run_ranks
+from gradherd.comm import checks, run_ranks
 from gradherd.comm.world import World
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import plan_runs
@@ -15,6 +15,7 @@ from gradherd.lab.train.record import (
     read_record,
 )
 from gradherd.lab.train.runner import run_all
+from tests.attach.mistake_work import log_of_this_rank
 from tests.lab.train.work import HERE, config_of
 from tests.stress.resizes import BATCH, chain
 
@@ -25,6 +26,29 @@ def test_a_run_that_diverges_ends_there():
     assert found.status == "diverged" and len(found.epochs) < config.epochs
     assert found.epochs[-1].train_loss is None
     json.dumps(found.to_json(), allow_nan=False)
+
+
+def diverge_on_a_rank(chosen):
+    checks.MOST_BROKEN = 1  # or the epoch, of five steps, ends before
+    said = log_of_this_rank()
+    config = config_of(f"{HERE}:Diverging", workers=2, **chosen)
+    (found,) = run_all([config], World.detect())
+    ends = [one for one in said if "batches in a row" in one]
+    return found.status, found.epochs[-1].train_loss, len(ends)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"order": "cd-grab"},
+        {"order": "cd-grab", "unit": 5},
+        {"sparsify": "exdyna", "density": 0.5, "order": "d-rr"},
+        {"sparsify": "exdyna", "density": 0.5, "order": "cd-grab"},
+    ],
+)
+def test_ranks_whose_gradients_are_not_finite_end_with_a_result(chosen):
+    """What ends the run is said, and is no error of the command."""
+    assert run_ranks(diverge_on_a_rank, 2, chosen) == [("diverged", None, 1)] * 2
 
 
 def start_badly(virtual, **chosen):

@@ -1,8 +1,9 @@
 """Training on real ranks, with DDP or FSDP2: this process is one of them."""
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from gradherd.comm.checks import TrainingDiverged
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.world import World
 from gradherd.hooks.herd import Herd
-from gradherd.hooks.local_steps import TrainingDiverged
 from gradherd.hooks.state import EXCHANGES, merge_states
 from gradherd.lab.tasks.task import Split, Task, Tensors
 from gradherd.lab.train.checkpoint import Checkpointer, LoadedCheckpoint, NoUsableCheckpoint
@@ -159,12 +160,14 @@ class RankTrainer:
             lr = self._config.lr_at(number, counters.steps, len(self._loader))
             set_lr(self._optimizer, lr)
             self._optimizer.zero_grad()
-            self._loss(self._parallel.module, *batch).backward()
-            if self._tracks_prefix_sums:
-                # Before clipping, which scales the gradient in place: the bound is about what was
-                # averaged.
-                means.append(flat_grad(self._parameters))
-            if not self._take_step():
+            with self._noting_divergence():
+                self._loss(self._parallel.module, *batch).backward()
+                if self._tracks_prefix_sums:
+                    # Before clipping, which scales the gradient in place: the bound is about what
+                    # was averaged.
+                    means.append(flat_grad(self._parameters))
+                clip_and_step(self._optimizer, self._parameters, mean_clip(self._config))
+            if self._diverged:
                 break
             counters.steps += 1
             self._steps += 1
@@ -187,7 +190,8 @@ class RankTrainer:
                 self._herd.sync()
                 self._count_exchange(counters)
         # Hands over the rows that still wait, so that the time of ordering belongs to this epoch.
-        self._herd.finish()
+        with self._noting_divergence():
+            self._herd.finish()
         counters.seconds = earlier_seconds + time.perf_counter() - begin
         self._add_costs(counters, before)
         # The bound needs all gradients of an epoch; a checkpoint holds none.
@@ -195,14 +199,15 @@ class RankTrainer:
             examples = self._config.batch_size * self._world.size
             counters.herding_bound = herding_bound(torch.stack(means), examples)
 
-    def _take_step(self) -> bool:
-        """Clip and step; return False if training has diverged."""
+    @contextlib.contextmanager
+    def _noting_divergence(self) -> Iterator[None]:
+        """End the run, which has a result, if training has diverged; say so once."""
         try:
-            clip_and_step(self._optimizer, self._parameters, mean_clip(self._config))
+            yield
         except TrainingDiverged as error:  # on all ranks alike
-            log.warning("%s", error)
+            if not self._diverged:
+                log.warning("%s", error)
             self._diverged = True
-        return not self._diverged
 
     def _count_exchange(self, counters: EpochCounters) -> None:
         """Count the exchange of the last step, if there was one."""
@@ -332,7 +337,8 @@ class RankTrainer:
 
     def close(self) -> None:
         """Detach from the model."""
-        self._herd.detach()
+        with self._noting_divergence():
+            self._herd.detach()
 
 
 def _herd_state(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
