@@ -59,6 +59,19 @@ def warnings_of_attaching(wrapped):
     return messages
 
 
+def said_of_an_epoch(unit):
+    """Have NaN in the third of six batches of rank 1; return what was said."""
+    messages, data = log_of_this_rank(), TensorDataset(torch.randn(48, 3))
+    model, order = DDP(nn.Linear(3, 1)), OrderedSampler(data, "cd-grab", batch_size=4, unit=unit)
+    herd = attach(model, order=order)
+    for step, (x,) in enumerate(DataLoader(data, batch_size=4, sampler=order)):
+        loss = model(x).square().mean()
+        (loss * torch.nan if (dist.get_rank(), step) == (1, 2) else loss).backward()
+        model.zero_grad()
+    herd.detach()
+    return messages
+
+
 def metrics_of_an_epoch(unit):
     """Return the metrics after a whole epoch of two batches of each rank."""
     torch.manual_seed(0)

@@ -50,6 +50,15 @@ def test_many_of_them_in_a_row_end_the_run(unit, rows, monkeypatch):
         train(2, unit, rows, spoiled=range(2, 12))
 
 
+@pytest.mark.parametrize("unit", [1, 4])
+def test_one_batch_of_an_epoch_on_one_of_two_ranks_is_said(unit):
+    """Rows of many batches travel together, and most of them are finite."""
+    first, second = run_ranks(mistake_work.said_of_an_epoch, 2, unit)
+    (line,) = first
+    assert line.startswith("gradients are not finite: no order is learned from such batches")
+    assert second == []
+
+
 def test_finite_gradients_are_not_called_otherwise(caplog):
     with caplog.at_level(logging.WARNING):
         train(3, 1, "exact", spoiled=())

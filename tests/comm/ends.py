@@ -29,7 +29,16 @@ TIMEOUT = 30
 LONGEST = 100
 """Seconds after which a process counts as hanging."""
 
-KINDS = ("order", "rows", "sparse", "local", "overlap", "sharded", "sharded-sparse", "sharded-local")
+KINDS = (
+    "order",
+    "rows",
+    "sparse",
+    "local",
+    "overlap",
+    "sharded",
+    "sharded-sparse",
+    "sharded-local",
+)
 
 # What each rank's exit code is, and what its stderr must hold.
 LUCK, LOST, GONE = "ValueError: no luck", "Error: ", "the process group is gone"
@@ -51,7 +60,11 @@ ENDS: dict[str, tuple[tuple[int, int], tuple[str, str]]] = {
     "terminated": ((-15, -15), ("", "")),
     "terminated-gently": ((4, 4), ("", "")),
 }
-SIGNALS = {"interrupted": signal.SIGINT, "terminated": signal.SIGTERM, "terminated-gently": signal.SIGTERM}  # fmt: skip
+SIGNALS = {
+    "interrupted": signal.SIGINT,
+    "terminated": signal.SIGTERM,
+    "terminated-gently": signal.SIGTERM,
+}
 
 
 def unexpected(runs: int, *options: str) -> dict[str, int]:
@@ -205,7 +218,9 @@ def judge(end: str, codes: list[int], file: str) -> list[str]:
         last = text.strip().splitlines()[-1] if text.strip() else ""
         if code != wanted[rank]:
             wrong.append(f"rank {rank} ended with {code}, not {wanted[rank]}: {last}")
-        elif (last or said[rank] != GONE) and (said[rank] not in last or not said[rank] and last):
+        elif said[rank] not in last and (last or said[rank] != GONE):
+            wrong.append(f"rank {rank} said {last!r}, not {said[rank]!r}")
+        elif last and not said[rank]:
             wrong.append(f"rank {rank} said {last!r}, not {said[rank]!r}")
         for bad in ("terminate called", "Fatal Python", "Exception ignored", "Segmentation"):
             if bad in text:

@@ -81,8 +81,8 @@ class _Counted:
     def __init__(self, ordering):
         self._ordering, self.epoch = ordering, 0
 
-    def note_finite(self, finite, steps):
-        assert finite
+    def note_finite(self, finite):
+        assert finite.all()
 
     def observe(self, rows, seen=None, *, first=None):
         pass

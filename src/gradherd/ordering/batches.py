@@ -510,7 +510,10 @@ def misfit_of_caller(sampler: Followable) -> str | None:
     frame = inspect.currentframe()
     for _ in range(2 * _NESTED):
         frame = frame and frame.f_back
-        asking = frame and frame.f_locals.get("self")
+        # Not the frames of a loop: to look at their variables is to keep those alive.
+        if frame is None or "dataloader" not in frame.f_globals.get("__name__", ""):
+            continue
+        asking = frame.f_locals.get("self")
         dataset = getattr(asking, "_dataset", None)
         if dataset is None:
             continue

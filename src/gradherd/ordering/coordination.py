@@ -59,8 +59,8 @@ class Learner(Protocol):
         """Epoch of the current orders."""
         ...
 
-    def note_finite(self, finite: bool, steps: int) -> None:
-        """Note whether any rows of the next time steps are finite."""
+    def note_finite(self, finite: Tensor) -> None:
+        """Note (steps,) which of the time steps just learned had finite rows."""
         ...
 
     def observe(
@@ -104,9 +104,9 @@ def observe_gathered(
     if claim is not None and claim.epoch != learner.epoch:
         return  # Rows of an epoch that is over come too late.
     seen = finite_batches(by_step, batches, finite)
-    learner.note_finite(bool(seen.any()), len(seen))
     own = ShardedRows(by_step) if scatters else by_step
     yield from learner.learn(own, seen, first=None if claim is None else claim.step)
+    learner.note_finite(seen[:, 0])
 
 
 def observe_epoch(

@@ -114,9 +114,13 @@ class Ordering:
         """Time steps in a row whose rows were not finite: nothing is learned from them."""
         return self._state.broken
 
-    def note_finite(self, finite: bool, steps: int) -> None:
-        """Note whether any rows of the next time steps are finite, where that is known before."""
-        self._state.broken = 0 if finite else self.broken + steps
+    def note_finite(self, finite: Tensor) -> None:
+        """Note (steps,) which of the time steps just learned had finite rows, where it is known."""
+        if finite.all() and self.policy.leaves_out_broken_rows:
+            return  # Its signs have said more: products of finite rows may overflow.
+        good = finite.nonzero()
+        before = self.broken if not len(good) else -1 - int(good[-1])
+        self._state.broken = before + len(finite)
 
     @property
     def columns(self) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from gradherd.ordering.policy import Policy, Rows
 from gradherd.ordering.registry import find_policy
 from gradherd.ordering.sharding import UnitSharding, check_sampling, stripe
 
+
 class Feeder:
     """Feeds gradients back to a sampler, and hands in what is under way when that is needed."""
 
@@ -341,9 +342,12 @@ class OrderedSampler(DistributedSampler[Any]):
         self._stop_if_broken()
         self.end_if_complete()
 
-    def note_finite(self, finite: bool, steps: int) -> None:
-        """Note whether any rows of the next time steps are finite; see `Ordering.note_finite`."""
-        self.ordering.note_finite(finite, steps)
+    def note_finite(self, finite: Tensor) -> None:
+        """Note which of the last time steps had finite rows; see `Ordering.note_finite`."""
+        self.ordering.note_finite(finite)
+        if not finite.all():
+            self._broken.note(1)  # also those that are not the last
+        self._stop_if_broken()
 
     def _stop_if_broken(self) -> None:
         """Say once that gradients are not finite; raise after many in a row, on all ranks alike."""
