@@ -79,7 +79,8 @@ def test_a_loader_of_another_data_set_is_refused(count):
 
 def first_step(order, model, **loader):
     attach(model, order=order)
-    (x,) = next(iter(DataLoader(sampler=order, **loader)))
+    loader = DataLoader(sampler=order, **loader)  # kept, as by a loop of several epochs
+    (x,) = next(iter(loader))
     model(x).square().mean().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
@@ -104,10 +105,12 @@ def test_a_loader_of_another_data_set_is_refused_at_the_first_batch(count, polic
 def test_other_batches_may_be_looked_at():
     model, order = nn.Linear(3, 1), OrderedSampler(DATA, "cd-grab", batch_size=4)
     attach(model, order=order)
+    large = DataLoader(DATA, batch_size=24, sampler=order)
     with torch.no_grad():
-        for (x,) in DataLoader(DATA, batch_size=24, sampler=order):
+        for (x,) in large:
             model(x)
-    for (x,) in DataLoader(DATA, batch_size=4, sampler=order):
+    loader = DataLoader(DATA, batch_size=4, sampler=order)
+    for (x,) in loader:
         model(x).square().mean().backward()
 
 

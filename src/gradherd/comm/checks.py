@@ -76,7 +76,7 @@ class BrokenBatches:
         Raises:
             TrainingDiverged: They are too many.
         """
-        if in_a_row and not self._told:
+        if not self._told:
             self._told = True
             log.warning(
                 "gradients are not finite: %s (a few at the start are normal with a GradScaler)",

@@ -10,7 +10,7 @@ back later, without a name on them. `Batches` answers both questions:
   off in between; its gradient belongs to the units of that batch, once.
 """
 
-import inspect
+import gc
 import multiprocessing
 import threading
 import weakref
@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from torch.utils.data import BatchSampler
+from torch.utils.data import DataLoader
 
 _REMEMBERED_PASSES = 4
 _REMEMBERED_BATCHES = 64
@@ -489,7 +489,7 @@ def _misfit(batch_size: Any, dataset: Any, sampler: Followable) -> str | None:
             f"the loader makes batches of {batch_size}, but the sampler was created with "
             f"batch_size={sampler.batch_size}: give both the same"
         )
-    count = len(dataset) if hasattr(dataset, "__len__") else sampler.examples
+    count = _count(dataset, sampler)
     if count != sampler.examples:
         return (
             f"the loader's data set has {count} examples, but the sampler's has "
@@ -498,30 +498,25 @@ def _misfit(batch_size: Any, dataset: Any, sampler: Followable) -> str | None:
     return None
 
 
-def misfit_of_caller(sampler: Followable) -> str | None:
-    """Say why the loader that begins to iterate now must not train; None if nothing is known.
+def _count(dataset: Any, sampler: Followable) -> int:
+    """Return the examples of a loader's data set; those of the sampler if it does not tell."""
+    return len(dataset) if hasattr(dataset, "__len__") else sampler.examples
 
-    A sampler is not told who asks. Torch's loader does so from an iterator, which knows its data
-    set: it is found among the callers.
+
+def misfit_of_loaders(sampler: Followable) -> str | None:
+    """Say why none of the loaders that hold a sampler can train with it; None if one can.
+
+    A sampler is not told who asks for its examples, so its loaders are looked for, in a tenth of a
+    second. Somebody may look at the data through another loader than that of the loop.
 
     Raises:
-        ValueError: The loader's data set has not all of the sampler's examples.
+        ValueError: Their data sets have fewer examples than the sampler's.
     """
-    frame = inspect.currentframe()
-    for _ in range(2 * _NESTED):
-        frame = frame and frame.f_back
-        # Not the frames of a loop: to look at their variables is to keep those alive.
-        if frame is None or "dataloader" not in frame.f_globals.get("__name__", ""):
-            continue
-        asking = frame.f_locals.get("self")
-        dataset = getattr(asking, "_dataset", None)
-        if dataset is None:
-            continue
-        source = getattr(asking, "_index_sampler", None)
-        # Those of one's own may call by this name what they like.
-        size = source.batch_size if type(source) is BatchSampler else None
-        misfit = _misfit(size, dataset, sampler)
-        if hasattr(dataset, "__len__") and len(dataset) < sampler.examples:
-            raise ValueError(misfit)
-        return misfit
-    return None
+    loaders = [one for one in gc.get_referrers(sampler) if isinstance(one, DataLoader)]
+    misfits = [_misfit(one.batch_size, one.dataset, sampler) for one in loaders]
+    if not misfits or None in misfits:
+        return None
+    # The bare IndexError of such a data set would come before any gradient.
+    if all(_count(one.dataset, sampler) < sampler.examples for one in loaders):
+        raise ValueError(misfits[0])
+    return misfits[0]
