@@ -1,7 +1,7 @@
 """Draw what few bytes cost a language model, and print the table of docs/few_bytes.md.
 
-    python benchmarks/few_bytes_page.py [--record benchmarks/results/2026-11-18-few-bytes-h200.json]
-        [--image docs/images/few-bytes.svg]
+    python -m benchmarks.few_bytes_page [--image docs/images/few-bytes.svg]
+        [--record benchmarks/results/2026-11-18-few-bytes-h200.json]
 
 Reads what `benchmarks/few_bytes.py` wrote.
 """
@@ -15,7 +15,8 @@ from typing import Any
 
 from scipy import stats
 
-from gradherd.lab.report.svg import ChartLine, line_chart
+from gradherd.lab.report.svg import ChartLine
+from studies.evidence.chart_file import chart_file
 
 NAMES = {
     "local-2": "2 local steps, 1 bit",
@@ -88,7 +89,7 @@ def picture(arms: dict[str, list[dict[str, Any]]]) -> str:
         ChartLine(NAMES[arm], [(fewer[arm], best[arm][0])])
         for arm in ("powersgd", "diloco-int4", "sparseloco")
     ]
-    return line_chart(
+    return chart_file(
         "GPT-2, 11 M parameters, AdamW, 8 workers: what few bytes cost",
         "times fewer bytes than dense float32",
         "best test perplexity",

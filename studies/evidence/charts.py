@@ -20,15 +20,14 @@ from gradherd.lab.report.svg import (
     ChartAxis,
     ChartLine,
     Layout,
-    line_chart,
     line_styles,
-    svg_head,
     svg_text,
 )
 from gradherd.lab.study.file import Arm, Study, from_table, has_type
 from gradherd.lab.study.kinds import kind_of, method_names
 from gradherd.lab.study.results import RunResult
 from gradherd.lab.text import check_known, printable, significant
+from studies.evidence.chart_file import chart_file, svg_head
 
 Results = Mapping[str, Sequence[RunResult]]
 """Results by arm."""
@@ -156,7 +155,7 @@ def _draw(figure: Figure, results: Results, reference: Sequence[RunResult]) -> s
     names = short_names([line.name for line in lines])
     styles = line_styles(names, method_names())
     x_words = {"bytes": "MB sent per worker"}.get(figure.x, figure.x.replace("_", " "))
-    return line_chart(
+    return chart_file(
         figure.title,
         x_words,
         words,
@@ -329,7 +328,7 @@ def effect_chart(
     height = round(layout.top + size * len(rows) + layout.bottom)
     axis = ChartAxis(low - margin, high + margin, names + 12, layout.width - 62)
     foot = height - layout.bottom
-    parts = [svg_head(title, layout, height, [row.style for row in rows])]
+    parts = [svg_head(title, replace(layout, height=height), [row.style for row in rows])]
     for mark in axis.ticks():
         at = axis.at(mark)
         # Zero stands out: which side of it an interval lies on is the answer.

@@ -298,3 +298,8 @@ def test_page_is_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="two records"):
         write_report([record(), record()], path)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_page_about_nothing_is_refused():
+    with pytest.raises(ValueError, match="there is no record to compare"):
+        render([])

@@ -6,7 +6,7 @@ An arm is an order, a sparsifier and a density; its runs differ by their seed al
 import itertools
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -213,31 +213,29 @@ def diverged(run: RunRecord) -> bool:
     return lost or run.status == "diverged"
 
 
-def values_at(
-    runs: Sequence[RunRecord], epoch: int, value: Callable[[EpochRow], float | None]
-) -> list[float | None]:
-    """Return a value of each run after an epoch, counted from 1; None if the run ended before."""
-    return [value(run.epochs[epoch - 1]) if epoch <= len(run.epochs) else None for run in runs]
+def values_over(runs: Sequence[RunRecord], epochs: Sequence[int], field: str) -> list[float | None]:
+    """Return a field of each run, mean over these epochs, counted from 1.
+
+    None for a run that ended before, or without finite values in all of these epochs.
+    """
+    return [
+        mean_std(
+            [getattr(run.epochs[e - 1], field) if e <= len(run.epochs) else None for e in epochs]
+        ).mean
+        for run in runs
+    ]
 
 
 def late_epochs(end: int) -> range:
     """Return the last half of the epochs up to `end`, counted from 1; empty below 4 epochs.
 
+    The loss after a single epoch oscillates from one epoch to the next, so a difference between two
+    arms there may be luck; the mean over many epochs is steadier.
+
     >>> late_epochs(20), late_epochs(7), len(late_epochs(3))
     (range(11, 21), range(4, 8), 0)
     """
     return range(end // 2 + 1, end + 1) if end >= 4 else range(0)
-
-
-def late_losses(runs: Sequence[RunRecord], end: int) -> list[float | None]:
-    """Return each run's mean train loss over the last half of the epochs up to `end`.
-
-    The loss after a single epoch oscillates from one epoch to the next, so a difference between two
-    arms there may be luck; the mean over many epochs is steadier. None for a run without finite
-    losses in all of these epochs; an empty list if there are no late epochs.
-    """
-    by_epoch = [values_at(runs, epoch, lambda row: row.train_loss) for epoch in late_epochs(end)]
-    return [mean_std(losses).mean for losses in zip(*by_epoch, strict=True)]
 
 
 def mean_seconds(arm: ArmSummary, part: str) -> float:
@@ -247,14 +245,9 @@ def mean_seconds(arm: ArmSummary, part: str) -> float:
 
 
 def _part_seconds(row: EpochRow, part: str) -> float:
-    parts = {
-        "data": row.data_seconds,
-        "compute": row.compute_seconds,
-        "ordering": row.ordering_seconds,
-        "exchange": row.exchange_seconds,
-    }
+    parts = {name: getattr(row, f"{name}_seconds") for name in TIME_PARTS[:-1]}
     # Compute is itself a remainder that training clamps at zero, so the sum may exceed the epoch.
-    return parts[part] if part in parts else max(0.0, row.seconds - sum(parts.values()))
+    return float(parts[part] if part in parts else max(0.0, row.seconds - sum(parts.values())))
 
 
 def density_over_steps(arm: ArmSummary) -> list[tuple[float, float, float, float]]:
@@ -282,8 +275,7 @@ def _summarize(key: ArmKey, runs: Sequence[RunRecord], label: str, longest: int)
     epochs = min(planned, max(len(run.epochs) for run in runs))
     # A run that diverged may have stopped early. It counts: without it the arm would look better.
     used = tuple(run for run in runs if epochs and (len(run.epochs) >= epochs or diverged(run)))
-    loss = _by_epoch(used, epochs, lambda row: row.train_loss)
-    metric = _by_epoch(used, epochs, lambda row: row.metric)
+    loss, metric = (mean_by_epoch(used, epochs, name) for name in ("train_loss", "metric"))
     none = MeanStd(mean=None, std=None)
     rows = [row for run in used for row in run.epochs[:epochs]]
     paddings = [p for row in rows if (p := finite(row.padding)) is not None]
@@ -301,25 +293,22 @@ def _summarize(key: ArmKey, runs: Sequence[RunRecord], label: str, longest: int)
         final_metric=metric[-1] if metric else none,
         loss_by_epoch=loss,
         metric_by_epoch=metric,
-        seconds_by_epoch=_cumulative(used, epochs, lambda row: row.seconds),
-        bytes_by_epoch=_cumulative(used, epochs, lambda row: row.bytes),
+        seconds_by_epoch=_cumulative(used, epochs, "seconds"),
+        bytes_by_epoch=_cumulative(used, epochs, "bytes"),
         # Weighted by steps, because epochs may differ in their number of steps.
         mean_density=sum(row.density * row.steps for row in rows) / steps if steps else None,
         padding=statistics.fmean(paddings) if paddings else None,
     )
 
 
-def _by_epoch(
-    runs: Sequence[RunRecord], epochs: int, value: Callable[[EpochRow], float | None]
-) -> tuple[MeanStd, ...]:
-    return tuple(mean_std(values_at(runs, epoch, value)) for epoch in range(1, epochs + 1))
+def mean_by_epoch(runs: Sequence[RunRecord], epochs: int, field: str) -> tuple[MeanStd, ...]:
+    """Return a field after each epoch, over runs."""
+    return tuple(mean_std(values_over(runs, [e], field)) for e in range(1, epochs + 1))
 
 
-def _cumulative(
-    runs: Sequence[RunRecord], epochs: int, value: Callable[[EpochRow], float]
-) -> tuple[float, ...]:
+def _cumulative(runs: Sequence[RunRecord], epochs: int, field: str) -> tuple[float, ...]:
     """Return the sum up to each epoch, mean over the runs that reached it."""
-    sums = [list(itertools.accumulate(value(row) for row in run.epochs)) for run in runs]
+    sums = [list(itertools.accumulate(getattr(row, field) for row in run.epochs)) for run in runs]
     # A run that diverged early has no later sums; the others still do.
     return tuple(
         statistics.fmean(column[epoch] for column in sums if epoch < len(column))

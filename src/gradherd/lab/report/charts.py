@@ -2,17 +2,18 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from gradherd.lab.report.arms import (
     TIME_PARTS,
     ArmSummary,
     density_over_steps,
+    mean_by_epoch,
     mean_seconds,
-    values_at,
 )
 from gradherd.lab.report.comparison import Comparison
-from gradherd.lab.report.stats import MeanStd, finite, mean_std
-from gradherd.lab.report.svg import INLINE, ChartLine, line_chart, line_styles
+from gradherd.lab.report.stats import MeanStd, finite
+from gradherd.lab.report.svg import ChartLine, line_styles, page_chart
 from gradherd.lab.text import counted, in_bytes, in_seconds, listed, printable, significant
 
 X_AXES: Mapping[str, tuple[str, Callable[[float], str] | None]] = {
@@ -21,18 +22,6 @@ X_AXES: Mapping[str, tuple[str, Callable[[float], str] | None]] = {
     "bytes": ("bytes sent per worker", in_bytes),
 }
 """What curves can be drawn over: the label of the axis, and how its values are written."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TimeBar:
-    """How long an epoch of an arm takes."""
-
-    arm: int
-    """Position of the arm."""
-    name: str
-    shares: Mapping[int, float]
-    """Percent of the longest bar, by the number of the part."""
-    text: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +37,9 @@ class PageChart:
     """What is drawn, for those who cannot see it."""
     drawings: Mapping[str, str] = field(default_factory=dict)
     """SVG by the x axis; "only" if there is no choice."""
-    bars: Sequence[TimeBar] = ()
+    bars: Sequence[Mapping[str, Any]] = ()
+    """How long an epoch of each arm takes: the position of the arm, its name, a text, and the
+    percent of the longest bar that each part takes."""
     parts: Mapping[int, str] = field(default_factory=dict)
     """Names of the parts of bars, by their number."""
 
@@ -104,13 +95,7 @@ def _metric(comparison: Comparison) -> PageChart | None:
 
 def _herding(comparison: Comparison) -> PageChart | None:
     # Runs whose gradients of an epoch are too many to be stored have no bound.
-    bounds = [
-        [
-            mean_std(values_at(arm.used, epoch, lambda row: row.herding_bound))
-            for epoch in range(1, arm.epochs + 1)
-        ]
-        for arm in comparison.arms
-    ]
+    bounds = [mean_by_epoch(arm.used, arm.epochs, "herding_bound") for arm in comparison.arms]
     if not any(point.mean is not None for points in bounds for point in points):
         return None
     drawings = _curves(comparison, bounds, "herding_bound", "herding bound")
@@ -137,7 +122,7 @@ def _density(comparison: Comparison) -> PageChart | None:
     # Arms usually share one target, which then has a word.
     word = "target" if len(targets) == 1 else ""
     levels = [(target, word) for target in sorted(one for one in targets if one is not None)]
-    drawing = line_chart("density", "step", "density", lines, levels=levels, layout=INLINE)
+    drawing = page_chart("step", "density", lines, levels=levels)
     return PageChart(
         kind="density",
         title="Density over steps",
@@ -167,12 +152,12 @@ def _time(comparison: Comparison) -> PageChart | None:
         alt="Seconds per epoch by part, for each arm.",
         parts=visible,
         bars=[
-            TimeBar(
-                arm=index,
-                name=arm.label,
-                shares={number: 100 * own[number] / longest for number in visible},
-                text=in_seconds(sum(own)),
-            )
+            {
+                "arm": index,
+                "name": arm.label,
+                "shares": {number: 100 * own[number] / longest for number in visible},
+                "text": in_seconds(sum(own)),
+            }
             for (index, arm), own in zip(arms, seconds, strict=True)
         ],
     )
@@ -198,26 +183,21 @@ def _curves(
 ) -> dict[str, str]:
     """Return curves of all arms over each x axis.
 
-    Args:
-        comparison: The arms.
-        points: Mean and standard deviation after each epoch, for each arm.
-        field: The field of an epoch's row that they are of.
-        words: Label of the y axis.
-        log: Whether the y axis is logarithmic.
-        levels: Dashed horizontal lines with a few words.
+    `points` are the mean and the deviation of a field of epochs' rows, for each arm, and `words`
+    the label of the y axis.
     """
-    drawings = {}
-    for axis, (label, x_text) in X_AXES.items():
-        lines = [
-            _curve(index, arm, own, style, field, axis)
-            for index, (arm, own, style) in enumerate(
-                zip(comparison.arms, points, _styles(comparison), strict=True)
-            )
-        ]
-        drawings[axis] = line_chart(
-            words, label, words, lines, log=log, levels=levels, layout=INLINE, x_text=x_text
+    arms = list(zip(comparison.arms, points, _styles(comparison), strict=True))
+    return {
+        axis: page_chart(
+            label,
+            words,
+            [_curve(n, *arm, field, axis) for n, arm in enumerate(arms)],
+            log=log,
+            levels=levels,
+            x_text=x_text,
         )
-    return drawings
+        for axis, (label, x_text) in X_AXES.items()
+    }
 
 
 def _curve(

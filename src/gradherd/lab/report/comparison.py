@@ -4,10 +4,11 @@ The first arm is the baseline. Runs are paired by seed: differences are taken ov
 both arms have.
 """
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradherd.lab.report.arms import ArmSummary, arm_key, late_losses, summarize_arms, values_at
+from gradherd.lab.report.arms import ArmSummary, arm_key, late_epochs, summarize_arms, values_over
 from gradherd.lab.report.provenance import caveats
 from gradherd.lab.report.stats import PairedDifference, finite, paired_difference
 from gradherd.lab.text import printable
@@ -20,8 +21,6 @@ QUESTIONS = {
 }
 _ROUNDING = 1e-6
 """Relative difference that float32 losses may have from rounding alone."""
-ReadValues = Callable[[Sequence[RunRecord], int], Sequence[float | None]]
-"""Returns a value of each run after an epoch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,13 +107,8 @@ def compare(records: Sequence[RunRecord]) -> Comparison:
     Raises:
         ValueError: There is no record, tasks or metrics differ, or a seed occurs twice in an arm.
     """
-    if not records:
-        raise ValueError("there is no record to compare")
-    first = records[0]
-    for record in records:
-        _check_same(first, record)
-    _check_seeds(records)
-    arms = summarize_arms(records)
+    _check_comparable(records)
+    first, arms = records[0], summarize_arms(records)
     return Comparison(
         task=printable(first.task, 200),
         description=printable(first.description, 200),
@@ -128,7 +122,9 @@ def compare(records: Sequence[RunRecord]) -> Comparison:
 
 
 def compare_all(records: Sequence[RunRecord]) -> list[Comparison]:
-    """Compare the runs of each task, tasks in order of first appearance."""
+    """Compare the runs of each task, tasks in order of first appearance; see `compare`."""
+    if not records:
+        raise ValueError("there is no record to compare")
     by_task: dict[str, list[RunRecord]] = {}
     for record in records:
         # A dict keeps the order of first appearance, which the page follows.
@@ -136,62 +132,46 @@ def compare_all(records: Sequence[RunRecord]) -> list[Comparison]:
     return [compare(group) for group in by_task.values()]
 
 
-def _check_same(first: RunRecord, record: RunRecord) -> None:
-    for field in ("task", "metric_name", "higher_is_better"):
-        expected, value = getattr(first, field), getattr(record, field)
-        if expected != value:
-            raise ValueError(
-                f"records of one comparison must share their {field}, got {printable(expected)!r} "
-                f"and {printable(value)!r}; compare them separately"
-            )
-
-
-def _check_seeds(records: Sequence[RunRecord]) -> None:
-    seen = set()
+def _check_comparable(records: Sequence[RunRecord]) -> None:
+    if not records:
+        raise ValueError("there is no record to compare")
+    first, seen = records[0], set()
     for record in records:
-        run = (*arm_key(record), record.seed)
+        for field in ("task", "metric_name", "higher_is_better"):
+            expected, value = getattr(first, field), getattr(record, field)
+            if expected != value:
+                raise ValueError(
+                    f"records of one comparison must share their {field}, got "
+                    f"{printable(expected)!r} and {printable(value)!r}; compare them separately"
+                )
+        order, sparsify, density = arm_key(record)
         # A seed that counted twice would make the interval narrower than the runs allow.
-        if run in seen:
-            order, sparsify, density, seed = run
+        if (run := (order, sparsify, density, record.seed)) in seen:
             suffix = "" if density is None else f" {density:g}"
             raise ValueError(
                 f"two records of {printable(order)} + {printable(sparsify)}{suffix} on "
-                f"{printable(record.task)} with seed {seed}: a seed counts once; remove one of them"
+                f"{printable(record.task)} with seed {record.seed}: a seed counts once; remove one "
+                "of them"
             )
         seen.add(run)
 
 
 def _questions(arms: Sequence[ArmSummary]) -> tuple[Question, ...]:
     """Return the questions these arms answer; paired arms differ in one thing where possible."""
-    base = arms[0]
-    pairs = {
-        "order": _pair_up(arms, lambda arm: (arm.sparsify, arm.density)),
-        "sparsify": _pair_up(arms, lambda arm: arm.order),
-        "both": [
-            compare_pair(arm, base)
-            for arm in arms
-            if arm.order != base.order
-            and (arm.sparsify, arm.density) != (base.sparsify, base.density)
-        ],
-    }
+    base, pairs = arms[0], dict[str, list[ArmPair]](order=[], sparsify=[], both=[])
+    for position, arm in enumerate(arms):
+        # The first arm with the rest equal, since a difference then has one possible cause.
+        same_exchange = (one for one in arms[:position] if one.key[1:] == arm.key[1:])
+        same_order = (one for one in arms[:position] if one.order == arm.order)
+        for kind, references in (("order", same_exchange), ("sparsify", same_order)):
+            pairs[kind] += [compare_pair(arm, one) for one in itertools.islice(references, 1)]
+        if arm.order != base.order and arm.key[1:] != base.key[1:]:
+            pairs["both"].append(compare_pair(arm, base))
     return tuple(
         Question(kind=kind, text=QUESTIONS[kind], pairs=tuple(some))
         for kind, some in pairs.items()
         if some
     )
-
-
-def _pair_up(arms: Sequence[ArmSummary], shared: Callable[[ArmSummary], object]) -> list[ArmPair]:
-    """Pair each arm with the first one that has the same shared part."""
-    # The first arm with the same shared part, as the first arm of all is the baseline.
-    references: dict[object, ArmSummary] = {}
-    pairs = []
-    for arm in arms:
-        # With the rest equal, a difference has one possible cause.
-        reference = references.setdefault(shared(arm), arm)
-        if reference is not arm:
-            pairs.append(compare_pair(arm, reference))
-    return pairs
 
 
 def compare_pair(arm: ArmSummary, reference: ArmSummary) -> ArmPair:
@@ -217,10 +197,10 @@ def compare_pair(arm: ArmSummary, reference: ArmSummary) -> ArmPair:
         ),
         seconds_to=arm.seconds_by_epoch[reached - 1] if reached else None,
         bytes_to=arm.bytes_by_epoch[reached - 1] if reached else None,
-        loss=_difference(arm, reference, ends, _loss),
+        loss=_difference(arm, reference, "train_loss", *([end] for end in ends)),
         # The same epochs of both: the last half of a longer run is another part of training.
-        late_loss=_difference(arm, reference, (min(ends),) * 2, late_losses),
-        metric=_difference(arm, reference, ends, _metric),
+        late_loss=_difference(arm, reference, "train_loss", *[late_epochs(min(ends))] * 2),
+        metric=_difference(arm, reference, "metric", *([end] for end in ends)),
         bytes_ratio=_ratio(arm.bytes_by_epoch, reference.bytes_by_epoch, ends),
         seconds_ratio=_ratio(arm.seconds_by_epoch, reference.seconds_by_epoch, ends),
     )
@@ -242,29 +222,27 @@ def first_at_or_below(values: Sequence[float | None], goal: float | None) -> int
     )
 
 
-def _loss(runs: Sequence[RunRecord], end: int) -> list[float | None]:
-    return values_at(runs, end, lambda row: row.train_loss)
-
-
-def _metric(runs: Sequence[RunRecord], end: int) -> list[float | None]:
-    return values_at(runs, end, lambda row: row.metric)
-
-
 def _difference(
-    arm: ArmSummary, reference: ArmSummary, ends: tuple[int, int], read: ReadValues
+    arm: ArmSummary,
+    reference: ArmSummary,
+    field: str,
+    own_epochs: Sequence[int],
+    other_epochs: Sequence[int],
 ) -> PairedDifference | None:
+    """Compare the means of a field over these epochs."""
     # An arm minus itself is zero for every seed, which is no result.
-    if arm is reference or not min(ends):
+    if arm is reference or not own_epochs or not (own_epochs[-1] and other_epochs[-1]):
         return None
     # Seeds that only one arm has say nothing about the difference between the two.
     partners = {run.seed: run for run in reference.used}
     runs = [run for run in arm.used if run.seed in partners]
-    finished = arm.finished and reference.finished and ends == (arm.epochs, reference.epochs)
+    at_end = (own_epochs[-1], other_epochs[-1]) == (arm.epochs, reference.epochs)
+    finished = arm.finished and reference.finished and at_end
     return paired_difference(
-        read(runs, ends[0]),
-        read([partners[run.seed] for run in runs], ends[1]),
+        values_over(runs, own_epochs, field),
+        values_over([partners[run.seed] for run in runs], other_epochs, field),
         [run.seed for run in runs],
-        epoch=None if finished else ends[0],
+        epoch=None if finished else own_epochs[-1],
     )
 
 

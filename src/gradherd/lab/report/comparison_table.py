@@ -1,7 +1,7 @@
 """A comparison as a table for page and terminal, and as JSON for programs."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gradherd.lab.report.comparison import ArmPair, Comparison
@@ -48,15 +48,17 @@ def comparison_table(comparison: Comparison) -> ComparisonTable:
     columns: dict[str, Callable[[Comparison], list[TableCell]]] = {
         "arm": lambda c: [TableCell(text=arm.label) for arm in c.arms],
         "seeds": _seeds,
-        "final loss": _loss,
-        comparison.metric_name: _metric,
+        "final loss": lambda c: _means(c, [arm.final_loss for arm in c.arms]),
+        comparison.metric_name: lambda c: _means(
+            c, [arm.final_metric for arm in c.arms], lower=not c.higher_is_better
+        ),
         f"loss − baseline{', last half' if late else ''}": _loss_difference,  # noqa: RUF001
         "metric − baseline": lambda c: [_difference(p, p.metric, c) for p in c.pairs],  # noqa: RUF001
         "epochs to baseline's final loss": _epochs_to,
         "seconds to reach it": lambda c: _seconds([p.seconds_to for p in c.pairs], c),
-        "bytes to reach it": lambda c: _amounts([p.bytes_to for p in c.pairs], in_bytes),
+        "bytes to reach it": lambda c: _bytes([p.bytes_to for p in c.pairs]),
         "total seconds": lambda c: _seconds([arm.seconds for arm in c.arms], c),
-        "total bytes": lambda c: _amounts([arm.bytes for arm in c.arms], in_bytes),
+        "total bytes": lambda c: _bytes([arm.bytes for arm in c.arms]),
     }
     if any(arm.density is not None for arm in comparison.arms):
         columns["density"] = _density
@@ -89,21 +91,20 @@ def _seeds(comparison: Comparison) -> list[TableCell]:
     return cells
 
 
-def _loss(comparison: Comparison) -> list[TableCell]:
-    return _means([(arm.final_loss, len(arm.seeds)) for arm in comparison.arms], lower=True)
+def _means(
+    comparison: Comparison, means: Sequence[MeanStd], *, lower: bool = True
+) -> list[TableCell]:
+    counts = [len(arm.seeds) for arm in comparison.arms]
+    texts = [mean_and_std(one.mean, one.std, n) for one, n in zip(means, counts, strict=True)]
+    return _cells(texts, [one.mean for one in means], lower=lower)
 
 
-def _metric(comparison: Comparison) -> list[TableCell]:
-    values = [(arm.final_metric, len(arm.seeds)) for arm in comparison.arms]
-    return _means(values, lower=not comparison.higher_is_better)
-
-
-def _means(values: Sequence[tuple[MeanStd, int]], *, lower: bool) -> list[TableCell]:
-    best = best_of([one.mean for one, _ in values], lower=lower)
-    return [
-        TableCell(text=mean_and_std(one.mean, one.std, seeds), best=index in best)
-        for index, (one, seeds) in enumerate(values)
-    ]
+def _cells(
+    texts: Sequence[str], values: Sequence[float | None], *, lower: bool = True
+) -> list[TableCell]:
+    """Return a cell for each text; those with the best values are marked."""
+    best = best_of(values, lower=lower)
+    return [TableCell(text=text, best=index in best) for index, text in enumerate(texts)]
 
 
 def _loss_difference(comparison: Comparison) -> list[TableCell]:
@@ -142,14 +143,17 @@ def _difference(
 
 
 def _epochs_to(comparison: Comparison) -> list[TableCell]:
-    best = best_of([pair.epochs_to for pair in comparison.pairs])
-    cells = []
-    for index, pair in enumerate(comparison.pairs):
+    texts = []
+    for pair in comparison.pairs:
         text = "never" if pair.epochs_to is None else str(pair.epochs_to)
         if pair.epochs_to is None and any(pair.epochs_to_by_seed) and len(pair.arm.seeds) > 1:
             text = "not on average"  # single seeds got there, as the small print says
-        cells.append(TableCell(text=text, more=_range_by_seed(pair), best=index in best))
-    return cells
+        texts.append(text)
+    cells = _cells(texts, [pair.epochs_to for pair in comparison.pairs])
+    return [
+        replace(cell, more=_range_by_seed(pair))
+        for cell, pair in zip(cells, comparison.pairs, strict=True)
+    ]
 
 
 def _range_by_seed(pair: ArmPair) -> tuple[str, ...]:
@@ -166,19 +170,13 @@ def _range_by_seed(pair: ArmPair) -> tuple[str, ...]:
     return (f"by seed {span}", *([f"{never} never"] if never else []))
 
 
-def _amounts(
-    values: Sequence[float | None], text: Callable[[float | None], str]
-) -> list[TableCell]:
-    best = best_of(values)
-    return [
-        TableCell(text=NONE if value is None else text(value), best=index in best)
-        for index, value in enumerate(values)
-    ]
+def _bytes(values: Sequence[float | None]) -> list[TableCell]:
+    return _cells([NONE if value is None else in_bytes(value) for value in values], values)
 
 
 def _seconds(values: Sequence[float | None], comparison: Comparison) -> list[TableCell]:
     """Return seconds; none is marked best where clocks cannot be compared."""
-    cells = _amounts(values, in_seconds)
+    cells = _cells([NONE if value is None else in_seconds(value) for value in values], values)
     used = [pair for pair in comparison.pairs if pair.arm.used and pair.reference.used]
     if all(pair.same_clock for pair in used):
         return cells
@@ -221,8 +219,8 @@ def _arm_json(pair: ArmPair) -> dict[str, Any]:
         "seeds": list(arm.seeds),
         "epochs": arm.epochs,
         "finished": arm.finished,
-        "final_loss": _mean_std_json(arm.final_loss),
-        "final_metric": _mean_std_json(arm.final_metric),
+        "final_loss": asdict(arm.final_loss),
+        "final_metric": asdict(arm.final_metric),
         "loss_by_epoch": [point.mean for point in arm.loss_by_epoch],
         "metric_by_epoch": [point.mean for point in arm.metric_by_epoch],
         # All of these refer to the final mean loss of the baseline.
@@ -234,25 +232,7 @@ def _arm_json(pair: ArmPair) -> dict[str, Any]:
         "seconds": arm.seconds,
         "mean_density": arm.mean_density,
         "padding": arm.padding,
-        "loss_difference": _difference_json(pair.loss),
-        "late_loss_difference": _difference_json(pair.late_loss),
-        "metric_difference": _difference_json(pair.metric),
-    }
-
-
-def _mean_std_json(one: MeanStd) -> dict[str, float | None]:
-    return {"mean": one.mean, "std": one.std}
-
-
-def _difference_json(one: PairedDifference | None) -> dict[str, Any] | None:
-    if one is None:
-        return None
-    return {
-        "mean": one.mean,
-        "low": one.low,
-        "high": one.high,
-        "p": one.p,
-        "sign_flip_p": one.sign_flip_p,
-        "seeds": list(one.seeds),
-        "epoch": one.epoch,
+        "loss_difference": pair.loss and asdict(pair.loss),
+        "late_loss_difference": pair.late_loss and asdict(pair.late_loss),
+        "metric_difference": pair.metric and asdict(pair.metric),
     }

@@ -5,11 +5,10 @@ Training runs have the measures below; all other runs have the entries of their 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 
-from gradherd.lab.report.arms import late_epochs, values_at
+from gradherd.lab.report.arms import late_epochs, values_over
 from gradherd.lab.report.comparison import first_at_or_below
-from gradherd.lab.report.stats import finite, mean_std
+from gradherd.lab.report.stats import finite
 from gradherd.lab.study.file import PAIRED, Study
 from gradherd.lab.study.results import RunResult
 from gradherd.lab.text import check_known
@@ -158,9 +157,7 @@ def measure_runs(
     check_known("measure", name, MEASURES)
     # Runs of fewer than four epochs have no late half: their last epoch stands in.
     epochs = (late_epochs(end) or [end]) if name.startswith("late_") else [end]
-    by_epoch = [values_at(runs, one, attrgetter(field)) for one in epochs]
-    means = [mean_std(values).mean for values in zip(*by_epoch, strict=True)]
-    return dict(zip(seeds, means, strict=True))
+    return dict(zip(seeds, values_over(runs, epochs, field), strict=True))
 
 
 def _density_off(run: RunRecord, end: int) -> float | None:

@@ -37,10 +37,6 @@ class PairedDifference:
     """Arm minus reference, paired by seed."""
 
     mean: float
-    seeds: tuple[int, ...]
-    """Seeds that both arms have; at least two."""
-    epoch: int | None
-    """Epoch after which both were read; None if each was read after its own last epoch."""
     low: float | None
     """Lower end of the 95 % t interval; None if all differences are equal and not zero."""
     high: float | None
@@ -48,6 +44,10 @@ class PairedDifference:
     """Two-sided p value of the paired t-test; None where the interval is."""
     sign_flip_p: float | None
     """Two-sided p value of the exact sign-flip test, at least 2 / 2**seeds; None over 20 seeds."""
+    seeds: tuple[int, ...]
+    """Seeds that both arms have; at least two."""
+    epoch: int | None
+    """Epoch after which both were read; None if each was read after its own last epoch."""
 
     @property
     def excludes_zero(self) -> bool:

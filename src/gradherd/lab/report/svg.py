@@ -1,8 +1,8 @@
-"""Charts as SVG, readable on light and dark pages: curves with bands.
+"""Lines with bands on fitted axes, as SVG that is readable on light and dark pages.
 
-The same drawings are files of the evidence pages and parts of the HTML report. Written by hand
-because files are committed, and a test compares them with their records to the byte: they are 7 kB
-each and depend on no other package's version. matplotlib's output changes between releases.
+Written by hand: drawings are 7 kB each, depend on no other package's version (matplotlib's output
+changes between releases), and the files of our evidence, which are drawn with these parts, are
+committed and compared to the byte.
 
 A method has the same colour and dashes on all pages and in all charts. Every colour has a contrast
 of at least 4.5:1 on its background, light or dark; a test computes it.
@@ -36,9 +36,9 @@ _MAX_MARKED = 8
 """Up to this many distinct x values of a logarithmic axis are all marked."""
 _LEAST_SPAN = 0.1
 """Least height of a y axis, as a share of its values: less is noise, and must look flat."""
-_LEGEND_LINE = 18
 _STRIPS = 40
 """Most places across a chart that tell the figures there."""
+FONT = 'font-family="system-ui, sans-serif" font-size="12"'
 
 
 def line_styles(names: Sequence[str], registered: Sequence[Sequence[str]] = ()) -> list[int]:
@@ -80,17 +80,9 @@ def dashes(style: int) -> str:
     return DASHES[style // len(COLOURS) % len(DASHES)]
 
 
-def style_sheet(styles: Sequence[int], dark: bool = False) -> str:
-    """Return CSS for the classes of charts: `s1` strokes in colour 1, `f1` fills."""
-    colours = sorted({style % len(COLOURS) for style in styles})
-    rules = [f".s{n}{{stroke:{COLOURS[n][dark]}}}.f{n}{{fill:{COLOURS[n][dark]}}}" for n in colours]
-    ink, paper = INK[dark], PAPER[dark]
-    return f"text{{fill:{ink}}}.rule{{stroke:{ink}}}.paper{{fill:{paper}}}" + "".join(rules)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Size of a chart in pixels, and where its names are."""
+    """Size of a chart in pixels, and the room around its plot."""
 
     width: int
     height: int
@@ -98,15 +90,11 @@ class Layout:
     top: int = 34
     bottom: int = 46
     side: int = 16
-    """Room to the right of the plot; the legend is there if it is wide enough."""
-    alone: bool = True
-    """Whether the chart is a file of its own, with a title, a background and its own colours."""
+    """Room to the right of the plot."""
 
 
-WIDE = Layout(width=800, height=340, side=280)
-"""A file with a legend to the right of the plot."""
-INLINE = Layout(width=460, height=280, left=66, top=12, bottom=52, alone=False)
-"""Part of a page that has the title, the legend and the colours."""
+PAGE_LAYOUT = Layout(width=460, height=280, left=66, top=12, bottom=52)
+"""A part of a page, which has the title, the legend and the colours."""
 
 
 @dataclass(frozen=True)
@@ -178,36 +166,32 @@ class ChartAxis:
         return [round(float(n * step), 12) for n in range(first, last + 1)]
 
 
-def line_chart(
-    title: str,
-    x: str,
-    y: str,
+Axes = tuple[ChartAxis, ChartAxis]
+"""Across and up."""
+
+
+def fit_axes(
     lines: Sequence[ChartLine],
+    layout: Layout,
     *,
     log: bool = False,
     log_x: bool = False,
     zero: bool = False,
     least: float | None = None,
     levels: Sequence[tuple[float, str]] = (),
-    layout: Layout = WIDE,
-    x_text: Callable[[float], str] | None = None,
-) -> str:
-    """Return a line chart as SVG.
+) -> tuple[list[ChartLine], Axes]:
+    """Return the lines that can be drawn, each with a style, and the axes that they need.
 
     Points that a logarithmic axis cannot show are dropped, and lines without points.
 
     Args:
-        title: Title above the chart.
-        x: Label of the x axis.
-        y: Label of the y axis.
-        lines: The lines; the first is drawn on top.
+        lines: The lines.
+        layout: Size of the chart.
         log: Whether the y axis is logarithmic.
         log_x: Whether the x axis is logarithmic.
-        zero: Whether the y axis includes zero, with a stronger line there.
+        zero: Whether the y axis includes zero.
         least: Least span of the y axis; by default a share of its largest value.
-        levels: Dashed horizontal lines with a few words.
-        layout: Size, and place of the legend.
-        x_text: Writes a value of the x axis; by default a number with as few digits as it takes.
+        levels: Values that the y axis must include, each with a few words.
 
     Raises:
         ValueError: No line has a point to draw.
@@ -218,7 +202,7 @@ def line_chart(
     ]
     visible = [line for line in visible if line.points]
     if not visible:
-        raise ValueError(f"{title}: there is nothing to draw")
+        raise ValueError("there is nothing to draw")
     # Axes are fitted to what is drawn, after points without a place are gone.
     xs = [px for line in visible for px, _ in line.points]
     ys = [py for line in visible for _, py in line.points]
@@ -232,31 +216,48 @@ def line_chart(
     # Half an epoch does not exist, so it should not be marked.
     whole = all(px == int(px) for px in xs) and not log_x
     few = tuple(sorted(set(xs))) if log_x and len(set(xs)) <= _MAX_MARKED else ()
-    end = layout.width - layout.side
-    x_axis = ChartAxis(min(xs), max(xs), layout.left, end, log_x, whole, few)
-    # A legend beside the plot needs a taller chart for many lines.
-    legend = layout.top + _LEGEND_LINE * len(visible) if layout.alone else 0
-    height = max(layout.height, legend)
-    foot = height - layout.bottom
-    y_axis = ChartAxis(low, high, foot, layout.top, log)
-    parts = [svg_head(title, layout, height, [line.style or 0 for line in visible])]
-    parts += _grid(x_axis, y_axis, x, y, zero=zero, x_text=x_text)
-    for number, line in reversed(list(enumerate(visible))):  # The first is drawn last, on top.
-        parts += _draw_line(line, x_axis, y_axis)
-        if layout.alone:
-            name = line.name + _covered(line, visible[:number], y_axis)
-            at = layout.top + 8 + _LEGEND_LINE * number
-            parts.append(f'<path d="M{x_axis.end + 16:g} {at}h22" {_stroke(line)}/>')
-            parts.append(svg_text(x_axis.end + 44, at + 4, printable(name, 36), "start"))
-    parts += [
-        f'<path d="M{x_axis.start:g} {pixels(y_axis.at(level))}H{x_axis.end:g}" '
-        f'class="rule" stroke-dasharray="4 4"/>{_label_of(words, x_axis, y_axis.at(level))}'
-        for level, words in levels
-        if level > 0 or not log
+    across = ChartAxis(min(xs), max(xs), layout.left, layout.width - layout.side, log_x, whole, few)
+    return visible, (across, ChartAxis(low, high, layout.height - layout.bottom, layout.top, log))
+
+
+def page_chart(
+    x: str,
+    y: str,
+    lines: Sequence[ChartLine],
+    *,
+    log: bool = False,
+    levels: Sequence[tuple[float, str]] = (),
+    x_text: Callable[[float], str] | None = None,
+) -> str:
+    """Return a line chart as SVG that is part of a page.
+
+    Args:
+        x: Label of the x axis.
+        y: Label of the y axis.
+        lines: The lines; the first is drawn on top.
+        log: Whether the y axis is logarithmic.
+        levels: Dashed horizontal lines with a few words.
+        x_text: Writes a value of the x axis; by default a number with as few digits as it takes.
+
+    Raises:
+        ValueError: No line has a point to draw.
+    """
+    layout = PAGE_LAYOUT
+    visible, axes = fit_axes(lines, layout, log=log, levels=levels)
+    parts = [
+        f'<svg viewBox="0 0 {layout.width} {layout.height}" class="chart" aria-hidden="true" '
+        f"{FONT}>",
+        *draw_grid(axes, x, y, x_text=x_text),
+        *(part for line in reversed(visible) for part in draw_line(line, axes)),
     ]
-    if not layout.alone:
-        parts += _strips(visible, x_axis, y_axis, x, x_text)
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    x_axis, y_axis = axes
+    for level, words in levels:
+        if level > 0 or not log:
+            at = y_axis.at(level)
+            path = f'd="M{x_axis.start:g} {pixels(at)}H{x_axis.end:g}"'
+            label = svg_text(x_axis.start + 6, at - 4, words, "start") if words else ""
+            parts.append(f'<path {path} class="rule" stroke-dasharray="4 4"/>{label}')
+    return "\n".join([*parts, *_strips(visible, axes, x, x_text), "</svg>"]) + "\n"
 
 
 def _drawable(line: ChartLine, log: bool, log_x: bool) -> ChartLine:
@@ -287,15 +288,16 @@ def _with_margin(low: float, high: float, log: bool, least: float | None) -> tup
     return low - margin, high + margin
 
 
-def _grid(
-    x_axis: ChartAxis,
-    y_axis: ChartAxis,
+def draw_grid(
+    axes: Axes,
     x: str,
     y: str,
     *,
-    zero: bool,
-    x_text: Callable[[float], str] | None,
+    zero: bool = False,
+    x_text: Callable[[float], str] | None = None,
 ) -> list[str]:
+    """Return marks, labels and lines of both axes; `zero` has a stronger line there."""
+    x_axis, y_axis = axes
     parts = []
     for value, label in _labelled(y_axis):
         at = pixels(y_axis.at(value))
@@ -333,19 +335,21 @@ def _labelled(
     return list(zip(marks, labels, strict=True))
 
 
-def _draw_line(line: ChartLine, x_axis: ChartAxis, y_axis: ChartAxis) -> list[str]:
+def draw_line(line: ChartLine, axes: Axes) -> list[str]:
+    """Return a line with its band, its single runs and, if they are few, its points."""
+    x_axis, y_axis = axes
     number = (line.style or 0) % len(COLOURS)
     parts = []
     if line.band:
         upper = [(x, high) for x, _, high in line.band]
         lower = [(x, low) for x, low, _ in reversed(line.band)]
         # There along the upper ends and back along the lower ones.
-        outline = _path([*upper, *lower], x_axis, y_axis)
+        outline = _path([*upper, *lower], axes)
         parts.append(f'<path d="{outline}Z" class="f{number} band" fill-opacity=".1"/>')
     for run in line.runs:
-        path = _path(run, x_axis, y_axis)
+        path = _path(run, axes)
         parts.append(f'<path d="{path}" class="s{number} run" fill="none" stroke-opacity=".6"/>')
-    parts.append(f'<path d="{_path(line.points, x_axis, y_axis)}" {_stroke(line)}/>')
+    parts.append(f'<path d="{_path(line.points, axes)}" {stroke(line)}/>')
     # Few points: a line alone would suggest that everything between them was measured.
     if len(line.points) < 8:
         parts += [
@@ -356,41 +360,22 @@ def _draw_line(line: ChartLine, x_axis: ChartAxis, y_axis: ChartAxis) -> list[st
     return [f'<g class="{line.group}">', *parts, "</g>"] if line.group else parts
 
 
-def _stroke(line: ChartLine) -> str:
+def stroke(line: ChartLine) -> str:
+    """Return the attributes of a line's stroke."""
     dash = dashes(line.style or 0)
     style = f'class="s{(line.style or 0) % len(COLOURS)}" fill="none" stroke-width="2"'
     return f'{style} stroke-dasharray="{dash}"' if dash else style
 
 
-def _covered(line: ChartLine, above: Sequence[ChartLine], y_axis: ChartAxis) -> str:
-    """Return a note for the legend if a line cannot be seen, because it is under another one."""
-    for other in above:
-        pairs = list(zip(line.points, other.points, strict=False))
-        # Less than a pixel apart at every point.
-        same = len(line.points) == len(other.points) and all(
-            a[0] == b[0] and abs(y_axis.at(a[1]) - y_axis.at(b[1])) < 1 for a, b in pairs
-        )
-        if same:
-            return f" (under {other.name})"
-    return ""
-
-
-def _label_of(words: str, x_axis: ChartAxis, at: float) -> str:
-    return svg_text(x_axis.start + 6, at - 4, words, "start") if words else ""
-
-
-def _path(points: Sequence[tuple[float, float]], x_axis: ChartAxis, y_axis: ChartAxis) -> str:
-    return "M" + "L".join(f"{pixels(x_axis.at(x))} {pixels(y_axis.at(y))}" for x, y in points)
+def _path(points: Sequence[tuple[float, float]], axes: Axes) -> str:
+    return "M" + "L".join(f"{pixels(axes[0].at(x))} {pixels(axes[1].at(y))}" for x, y in points)
 
 
 def _strips(
-    lines: Sequence[ChartLine],
-    x_axis: ChartAxis,
-    y_axis: ChartAxis,
-    x: str,
-    x_text: Callable[[float], str] | None,
+    lines: Sequence[ChartLine], axes: Axes, x: str, x_text: Callable[[float], str] | None
 ) -> list[str]:
     """Return upright strips across the plot that tell, as a tooltip, the figures of each line."""
+    x_axis, y_axis = axes
     places = sorted({px for line in lines for px, _ in line.points})
     if len(places) > _STRIPS:
         step = (x_axis.high - x_axis.low) / _STRIPS
@@ -412,29 +397,6 @@ def _strips(
             f"<title>{told}</title></rect>"
         )
     return parts
-
-
-def svg_head(title: str, layout: Layout, height: int, styles: Sequence[int]) -> str:
-    """Return the opening tag of a chart; as a file of its own also its colours and its title."""
-    size = f'viewBox="0 0 {layout.width} {height}"'
-    font = 'font-family="system-ui, sans-serif" font-size="12"'
-    if not layout.alone:
-        return f'<svg {size} class="chart" aria-hidden="true" {font}>'
-    words = escaped(title)
-    # An image cannot know the background of its page, so it brings its own. It follows the system's
-    # theme, with the same contrast whatever the page does.
-    dark = f"@media(prefers-color-scheme:dark){{{style_sheet(styles, dark=True)}}}"
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} width="{layout.width}" '
-            f'height="{height}" role="img" {font}>',
-            f"<style>{style_sheet(styles)}{dark}</style>",
-            f"<title>{words}</title>",
-            '<rect class="paper" width="100%" height="100%" rx="6"/>',
-            f'<text x="{layout.left}" y="20" font-size="14" font-weight="600"'
-            f"{smaller_font(title, layout.width - layout.left - 4, 14)}>{words}</text>",
-        ]
-    )
 
 
 def smaller_font(words: str, room: float, usual: int) -> str:

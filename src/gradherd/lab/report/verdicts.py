@@ -7,10 +7,10 @@ says it in a few words, the text has the figures: the number of seeds is always 
 from dataclasses import dataclass
 from typing import Literal
 
-from gradherd.lab.report.arms import ArmSummary, late_epochs, values_at
+from gradherd.lab.report.arms import ArmSummary, late_epochs, values_over
 from gradherd.lab.report.comparison import ArmPair, Comparison, Question, compare_pair
 from gradherd.lab.report.rule import LEVEL, MIN_SEEDS, Family
-from gradherd.lab.report.stats import PairedDifference, finite
+from gradherd.lab.report.stats import PairedDifference
 from gradherd.lab.text import counted, decimals, fixed, listed, p_value, significant
 
 CONTROL = "always-plus"
@@ -273,10 +273,8 @@ def _not_comparable(kind: str, pair: ArmPair, *, by_loss: bool) -> Verdict | Non
             problem = f"{one.label} has no finished epoch, so nothing is compared"
             break
         if (one.final_loss if by_loss else one.final_metric).mean is None:
-            values = values_at(
-                one.used, one.epochs, lambda row: row.train_loss if by_loss else row.metric
-            )
-            count = f"{sum(finite(value) is None for value in values)} of "
+            values = values_over(one.used, [one.epochs], "train_loss" if by_loss else "metric")
+            count = f"{values.count(None)} of "
             problem = (
                 f"{one.label} diverged with {count}{counted(len(values), 'seed')} (its "
                 f"{'loss' if by_loss else 'metric'} is not finite), so there is no mean to compare"

@@ -1,0 +1,112 @@
+"""Charts as files of their own: title, legend, background, and colours for light and dark pages.
+
+Files are committed, and a test compares them with their records to the byte.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gradherd.lab.report.svg import (
+    COLOURS,
+    FONT,
+    INK,
+    PAPER,
+    ChartAxis,
+    ChartLine,
+    Layout,
+    draw_grid,
+    draw_line,
+    escaped,
+    fit_axes,
+    smaller_font,
+    stroke,
+    svg_text,
+)
+from gradherd.lab.text import printable
+
+_LAYOUT = Layout(width=800, height=340, side=280)
+"""The legend is to the right of the plot."""
+_LEGEND_LINE = 18
+
+
+def chart_file(
+    title: str,
+    x: str,
+    y: str,
+    lines: Sequence[ChartLine],
+    *,
+    log: bool = False,
+    log_x: bool = False,
+    zero: bool = False,
+    least: float | None = None,
+) -> str:
+    """Return a line chart as the text of an SVG file.
+
+    Args:
+        title: Title above the chart.
+        x: Label of the x axis.
+        y: Label of the y axis.
+        lines: The lines; the first is drawn on top.
+        log: Whether the y axis is logarithmic.
+        log_x: Whether the x axis is logarithmic.
+        zero: Whether the y axis includes zero, with a stronger line there.
+        least: Least span of the y axis; by default a share of its largest value.
+
+    Raises:
+        ValueError: No line has a point to draw.
+    """
+    visible, _ = fit_axes(lines, _LAYOUT, log=log, log_x=log_x)
+    # A legend beside the plot needs a taller chart for many lines.
+    height = max(_LAYOUT.height, _LAYOUT.top + _LEGEND_LINE * len(visible))
+    layout = replace(_LAYOUT, height=height)
+    visible, axes = fit_axes(lines, layout, log=log, log_x=log_x, zero=zero, least=least)
+    right = axes[0].end
+    parts = [svg_head(title, layout, [line.style or 0 for line in visible])]
+    parts += draw_grid(axes, x, y, zero=zero)
+    for number, line in reversed(list(enumerate(visible))):  # The first is drawn last, on top.
+        parts += draw_line(line, axes)
+        name = line.name + _covered(line, visible[:number], axes[1])
+        at = layout.top + 8 + _LEGEND_LINE * number
+        parts.append(f'<path d="M{right + 16:g} {at}h22" {stroke(line)}/>')
+        parts.append(svg_text(right + 44, at + 4, printable(name, 36), "start"))
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _covered(line: ChartLine, above: Sequence[ChartLine], y_axis: ChartAxis) -> str:
+    """Return a note for the legend if a line cannot be seen, because it is under another one."""
+    for other in above:
+        pairs = list(zip(line.points, other.points, strict=False))
+        # Less than a pixel apart at every point.
+        same = len(line.points) == len(other.points) and all(
+            a[0] == b[0] and abs(y_axis.at(a[1]) - y_axis.at(b[1])) < 1 for a, b in pairs
+        )
+        if same:
+            return f" (under {other.name})"
+    return ""
+
+
+def svg_head(title: str, layout: Layout, styles: Sequence[int]) -> str:
+    """Return the opening tag of a chart, its colours and its title."""
+    words, size = escaped(title), f'width="{layout.width}" height="{layout.height}"'
+    # An image cannot know the background of its page, so it brings its own. It follows the system's
+    # theme, with the same contrast whatever the page does.
+    dark = f"@media(prefers-color-scheme:dark){{{_style_sheet(styles, dark=True)}}}"
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {layout.width} {layout.height}" '
+            f'{size} role="img" {FONT}>',
+            f"<style>{_style_sheet(styles)}{dark}</style>",
+            f"<title>{words}</title>",
+            '<rect class="paper" width="100%" height="100%" rx="6"/>',
+            f'<text x="{layout.left}" y="20" font-size="14" font-weight="600"'
+            f"{smaller_font(title, layout.width - layout.left - 4, 14)}>{words}</text>",
+        ]
+    )
+
+
+def _style_sheet(styles: Sequence[int], dark: bool = False) -> str:
+    """Return CSS for the classes of charts: `s1` strokes in colour 1, `f1` fills."""
+    colours = sorted({style % len(COLOURS) for style in styles})
+    rules = [f".s{n}{{stroke:{COLOURS[n][dark]}}}.f{n}{{fill:{COLOURS[n][dark]}}}" for n in colours]
+    ink, paper = INK[dark], PAPER[dark]
+    return f"text{{fill:{ink}}}.rule{{stroke:{ink}}}.paper{{fill:{paper}}}" + "".join(rules)
