@@ -54,12 +54,23 @@ def trainer(model, callback, loader=None, **options) -> Trainer:
     )
 
 
+class Finish(HerdCallback):
+    """Notes the end of a training before ranks exchange once more."""
+
+    trace: Trace
+
+    def fit_end(self, state, logger) -> None:
+        self.trace.finish(state.model.module.inner, self.herd)
+        super().fit_end(state, logger)
+
+
 def train(plan: Plan) -> Trace:
     trace, model = Trace(), Model()
     if plan.accumulate > 1:
         return trace
     record_credits(trace, model.inner)
-    callback, log = HerdCallback(**plan.options, log_rows=True, log_every=1), InMemoryLogger()
+    callback, log = Finish(**plan.options, log_rows=True, log_every=1), InMemoryLogger()
+    callback.trace = trace
     folder = checkpoint_file(plan).with_suffix("")
     options: dict = {}
     if plan.stop:
@@ -77,7 +88,6 @@ def train(plan: Plan) -> Trace:
         **options,
     )
     own.fit()
-    trace.finish(model.inner, callback.herd)
     trace.logged = {
         name: float(values[-1][1]) for name, values in log.data.items() if name.startswith("herd/")
     }

@@ -121,6 +121,27 @@ class _Bucket(NamedTuple):
     """(R, N // R) this rank's slice of every rank's elements."""
 
 
+class _Loan:
+    """Columns that are read by another thread, and on a GPU maybe on another stream."""
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+        self._ended = threading.Event()
+        self._read: torch.cuda.Event | None = None
+
+    def end(self) -> None:
+        if self._on_gpu and not self._ended.is_set():
+            self._read = torch.cuda.Event()
+            self._read.record()
+        self._ended.set()
+
+    def wait(self) -> None:
+        """Return when what reads the columns was enqueued; this stream waits for it to run."""
+        self._ended.wait()
+        if self._read is not None:
+            torch.cuda.current_stream().wait_event(self._read)
+
+
 class SlicedMean:
     """Averages the buckets of one backward after the other, in memory that it reuses.
 
@@ -135,7 +156,7 @@ class SlicedMean:
         # By number of the bucket. DDP rebuilds its buckets once, so shapes may change.
         self._buffers: dict[int, Tensor] = {}
         self._lendable = _JOINED  # number of the buffer that holds the columns
-        self._read: threading.Event | None = None  # set when columns that were lent are free again
+        self._loan: _Loan | None = None
         self.bytes = 0
         """Bytes that this rank has sent so far."""
 
@@ -145,16 +166,8 @@ class SlicedMean:
         Any thread may call it, and call it again.
         """
         # A new one each time: a late call for columns of an earlier backward releases no others.
-        read = self._read = threading.Event()
-        on_gpu = any(buffer.is_cuda for buffer in self._buffers.values())
-
-        def release() -> None:
-            if on_gpu and not read.is_set():
-                # What overwrites them may be on another stream than what reads them.
-                torch.cuda.current_stream().synchronize()
-            read.set()
-
-        return release
+        self._loan = _Loan(on_gpu=any(buffer.is_cuda for buffer in self._buffers.values()))
+        return self._loan.end
 
     def start(self, flat: Tensor) -> None:
         """Begin to exchange the slices of a bucket.
@@ -170,8 +183,8 @@ class SlicedMean:
 
     def _buffer(self, number: int, like: Tensor, columns: int) -> Tensor:
         """Return an (R, columns) tensor with arbitrary content, once nobody reads it any more."""
-        if number == self._lendable and self._read is not None:
-            self._read.wait()
+        if number == self._lendable and self._loan is not None:
+            self._loan.wait()
         old, shape = self._buffers.get(number), (self._world.size, columns)
         if old is None or (old.shape, old.dtype, old.device) != (shape, like.dtype, like.device):
             self._buffers[number] = like.new_empty(shape)
