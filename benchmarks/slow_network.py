@@ -32,7 +32,7 @@ from slow_page import page
 
 from gradherd.advise import units
 from gradherd.advise.choices import Choice, Setting, num_buckets, predict
-from gradherd.advise.costs import NetworkLink, Overheads
+from gradherd.advise.costs import OVERHEADS, NetworkLink
 from gradherd.lab.train.measurements import hardware, versions
 
 CASES = (
@@ -43,7 +43,7 @@ CASES = (
 _DEFAULT_CASES = CASES[:-3]
 
 
-def _setting(record: dict[str, Any], row: dict[str, Any], overheads: Overheads) -> Setting:
+def _setting(record: dict[str, Any], row: dict[str, Any], overheads: dict[str, float]) -> Setting:
     link = next(one for one in record["links"] if one["rate"] == row["rate"])
     # The step without exchange that was measured in turn with this row: the load may change.
     compute, config = row.get("compute", record["compute"]), record["config"]
@@ -68,7 +68,7 @@ def _setting(record: dict[str, Any], row: dict[str, Any], overheads: Overheads) 
 
 
 def _overhead_name(exchange: str, order: str) -> str:
-    """Return the name in `Overheads`; few bits may be followed by their own: exdyna-int2."""
+    """Return the name in `OVERHEADS`; few bits may be followed by their own: exdyna-int2."""
     if not order:
         return "local" if exchange == "local-4" else exchange
     return "order" if exchange == "dense" else "sketch"
@@ -87,7 +87,7 @@ def computed_overheads(record: dict[str, Any]) -> dict[str, float]:
             more = max(0.0, row["step_seconds"] - none.step_seconds)
             if more and (exchange == "dense" or (exchange in ("fp16", "bf16") and not order)):
                 # It overlaps with sending, bucket by bucket: `predict`, solved for the overhead.
-                buckets = num_buckets(_setting(record, row, Overheads()))
+                buckets = num_buckets(_setting(record, row, {}))
                 alone = none.exchange_seconds / buckets
                 more = min(more * buckets, more + none.exchange_seconds - alone)
             if exchange.startswith("local"):
@@ -98,7 +98,7 @@ def computed_overheads(record: dict[str, Any]) -> dict[str, float]:
 
 def _predicted(record: dict[str, Any], row: dict[str, Any], own: dict[str, float]) -> Choice:
     exchange, _, order = row["case"].partition("+")
-    given = {name: value for name, value in own.items() if name in Overheads.__annotations__}
+    given = {name: value for name, value in own.items() if name in ("dense", *OVERHEADS)}
     name = _overhead_name(exchange, order)
     if name.endswith("-int2"):
         # Fewer bytes to pack and add up than with fp32: what it computes is its own.
@@ -106,7 +106,7 @@ def _predicted(record: dict[str, Any], row: dict[str, Any], own: dict[str, float
     if exchange == "bf16":
         # The same bytes as fp16, whose place it takes, but another speed of adding up.
         exchange, given = "fp16", given | {"fp16": own.get("bf16", 0.0)}
-    setting = _setting(record, row, Overheads(**given))
+    setting = _setting(record, row, given)
     return predict(setting, exchange, order or "d-rr")
 
 

@@ -6,7 +6,7 @@ They are made of studies/*.toml and benchmarks/results alone. Runs in the folder
 import sys
 from pathlib import Path
 
-from gradherd.cli.tables import print_claims
+from gradherd.cli.study import print_claims
 from studies.evidence.summary import write_evidence
 
 

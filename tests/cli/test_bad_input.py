@@ -198,7 +198,7 @@ herding --dim -1 | --dim must be at least 1, got -1
 herding --orders all | --orders: unknown 'all'
 herding --workers 99999999999999999999999 | must be at most 8,589,934,592
 herding --workers 0 | --workers must be at least 1, got 0
-herding --seed -3 | --seed must be in [0, 2**32), got -3
+herding --seed -3 | --seed must be at least 0, got -3
 herding --orders , | --orders must name at least one of d-rr
 replay order flat.npy | flat.npy: array has shape (5,)
 replay order objects.npy | objects.npy: not a .npy file of numbers (it holds Python objects)
@@ -241,7 +241,7 @@ bench signs --device meta | --device must be cpu or cuda, got 'meta'
 bench rows --params 1e4,1e5 | --params must be one number
 advise --params 1M --backward | --backward: expected one argument
 advise --params 1M --backward 1 --bandwidth 0 | '0' must be above 0
-advise --model resnet50 --overhead order=-1 | : --overhead order: '-1' must be above 0
+advise --model resnet50 --overhead order=-1 | : --overhead: order: '-1' must be above 0
 advise --model resnet50 --overhead ride=1ms | --overhead must be NAME=TIME with one of fp16
 advise --model resnet50 --overhead 1ms | --overhead must be NAME=TIME with one of fp16
 advise --params 1e99 --backward 1s | --params: '1e99' must be at most 1e+15 parameters
@@ -257,7 +257,7 @@ advise --model resnet50 --rank 0 | --rank must be at least 1, got 0
 advise --model resnet50 --side 0 | --side must be at least 1
 advise --model resnet50 --overlap 2 | --overlap must be in [0, 1], got 2.0
 advise --model resnet50 --device tpu | --device: unknown 'tpu'
-advise --model resnet50 --overhead fp16=x | --overhead fp16: 'x' is not a time
+advise --model resnet50 --overhead fp16=x | --overhead: fp16: 'x' is not a time
 advise --params 1e6 --measure | --measure on a GPU needs torchrun
 advise --params 1e12 --measure --device cpu | --measure builds a model of 1e+12
 advise --params 1e6 --measure --density 7 | --density must be in (0, 1]

@@ -1,11 +1,9 @@
 """`gradherd demo`: what it trains, and that it says nothing that seeds do not show."""
 
-import io
 import json
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from gradherd.cli import demo
 from gradherd.cli.launch import train_runs
@@ -67,11 +65,11 @@ def test_ranks_that_arrive_elsewhere_are_a_failure(capsys, tmp_path, small, monk
 
 
 @pytest.mark.parametrize("width", [50, 80])
-def test_bars_are_as_long_as_their_values_and_fit(width):
-    console = Console(width=width, file=io.StringIO())
+def test_bars_are_as_long_as_their_values_and_fit(capsys, monkeypatch, width):
+    monkeypatch.setenv("COLUMNS", str(width))
     rows = [("d-rr", 11.0, "11 epochs"), ("cd-grab", 5.5, "5 epochs"), ("a", 0.001, "no time")]
-    demo.print_bars(rows, console)
-    lines = console.file.getvalue().splitlines()
+    demo.print_bars(rows)
+    lines = capsys.readouterr().out.splitlines()
     lengths = [max(line.count("█"), line.count("#")) for line in lines]
     assert max(map(len, lines)) <= width
     assert lengths[1] == round(lengths[0] / 2) and lengths[2] == 1

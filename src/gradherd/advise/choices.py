@@ -8,13 +8,12 @@ Letters: D parameters, R workers, k = density x D.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from gradherd.advise.costs import (
     NetworkLink,
-    Overheads,
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
@@ -62,8 +61,8 @@ class Setting:
     """Seconds of a backward pass."""
     forward: float
     """Seconds of everything else in a step: forward pass, optimizer, data."""
-    overheads: Overheads
-    """Seconds per step that each method spends computing."""
+    overheads: Mapping[str, float]
+    """Seconds per step that each method of `costs.OVERHEADS` computes; those left out take none."""
     density: float = DEFAULT_DENSITY
     """Share of the gradient that a sparse exchange sends."""
     rank: int = 1
@@ -125,14 +124,17 @@ def predict(setting: Setting, exchange: str, order: str = "d-rr") -> Choice:
     Returns:
         The step and what it consists of.
     """
-    ordered = order == "cd-grab" and setting.workers > 1
-    overheads = setting.overheads
+    several, overheads = setting.workers > 1, setting.overheads
+    ordered = order == "cd-grab" and several
+    method, _, detail = exchange.partition("-")
     # A single worker exchanges nothing, so its gradient is left as it is.
-    overhead = overheads.of(exchange) if setting.workers > 1 else 0.0
+    overhead = overheads.get(method, 0.0) if several else 0.0
+    if method == "local":  # what an exchange computes is shared by so many steps
+        overhead /= int(detail)
     if exchange == "dense" and ordered:
         # The exchange itself sends the shards that CD-GraB needs: it replaces the all-reduce.
         exposed, sent = _sharded_cd_grab(setting)
-        overhead = max(overhead, overheads.order)
+        overhead = max(overhead, overheads.get("order", 0.0))
     else:
         exposed, sent = EXCHANGES[exchange](setting)
     if exchange in ("dense", "fp16"):
@@ -144,7 +146,8 @@ def predict(setting: Setting, exchange: str, order: str = "d-rr") -> Choice:
         # No other exchange gives a rank the gradients of all workers, so rows are sent beside it.
         seconds, size = _gathered_sketches(setting)
         # Gathered after the backward, so nothing of it overlaps.
-        exposed, sent, overhead = exposed + seconds, sent + size, overhead + overheads.sketch
+        exposed, sent = exposed + seconds, sent + size
+        overhead += overheads.get("sketch", 0.0)
     return Choice(
         exchange=exchange,
         order=order,

@@ -17,37 +17,24 @@ Letters: R ranks.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 GOODPUT = 0.94
 """Share of an Ethernet link that carries data: 1,448 of 1,538 bytes, as the rest are headers of
 Ethernet, IP and TCP, and gaps between frames."""
 
-# Named as options are, such as --order-overhead: "order" is CD-GraB on top of a dense exchange,
-# "sketch" CD-GraB beside any other.
-_OVERHEADS = {
-    "cpu": {
-        "fp16": (19e-9, 0.0),
-        "powersgd": (7e-9, 1e-3),
-        "topk": (3.5e-9, 1e-3),
-        "exdyna": (2e-9, 1e-3),
-        "local": (15e-9, 6e-3),
-        "order": (1.4e-9, 0.2e-3),
-        "sketch": (2.4e-9, 0.2e-3),
-    },
-    "cuda": {
-        "fp16": (6e-12, 0.0),
-        "powersgd": (20e-12, 1e-3),
-        "topk": (1e-12, 3.6e-3),
-        "exdyna": (8e-12, 0.5e-3),
-        "local": (20e-12, 1e-3),
-        "order": (16e-12, 0.2e-3),
-        "sketch": (16e-12, 0.2e-3),
-    },
+DEVICES = ("cpu", "cuda")
+OVERHEADS = {
+    "fp16": ("converting to half precision and back", (19e-9, 0.0), (6e-12, 0.0)),
+    "powersgd": ("matrix products and orthogonalisation", (7e-9, 1e-3), (20e-12, 1e-3)),
+    "topk": ("residual, selection and mean", (3.5e-9, 1e-3), (1e-12, 3.6e-3)),
+    "exdyna": ("the same, values of few bits included", (2e-9, 1e-3), (8e-12, 0.5e-3)),
+    "local": ("an exchange of local steps, once in so many", (15e-9, 6e-3), (20e-12, 1e-3)),
+    "order": ("cd-grab on top of a dense exchange", (1.4e-9, 0.2e-3), (16e-12, 0.2e-3)),
+    "sketch": ("cd-grab beside any other exchange", (2.4e-9, 0.2e-3), (16e-12, 0.2e-3)),
 }
-"""Device -> method -> seconds per parameter, and seconds per step (local: per exchange), whatever
-the size of the model."""
-DEVICES = tuple(_OVERHEADS)
+"""Method -> what it computes; and on each of `DEVICES` its seconds per parameter, and its seconds
+per step (local: per exchange) whatever the size of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,49 +131,19 @@ def levels(ranks: int) -> int:
     return (ranks - 1).bit_length()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Overheads:
-    """Seconds per step that each method spends computing."""
-
-    dense: float = 0.0
-    """Summing. Like fp16 and order it overlaps with sending, bucket by bucket."""
-    fp16: float = 0.0
-    """Converting to half precision and back."""
-    powersgd: float = 0.0
-    """Matrix products and orthogonalisation."""
-    topk: float = 0.0
-    """Adding the residual, selecting, writing the mean."""
-    exdyna: float = 0.0
-    """The same; with values of few bits, too."""
-    local: float = 0.0
-    """What an exchange of local steps computes, not a step: the difference, rounding, the outer
-    step."""
-    order: float = 0.0
-    """CD-GraB on top of a dense exchange, whose buckets it shares."""
-    sketch: float = 0.0
-    """CD-GraB beside any other exchange: sketching the gradient."""
-
-    def of(self, exchange: str) -> float:
-        """Return the seconds of a step with an exchange, such as "exdyna-int2" or "local-4"."""
-        method, _, detail = exchange.partition("-")
-        seconds: float = getattr(self, method)
-        # What an exchange computes is shared by so many steps.
-        return seconds / int(detail) if method == "local" else seconds
-
-    def replaced_by(self, given: dict[str, float | None]) -> "Overheads":
-        """Return these overheads with all values of `given` that are not None."""
-        return replace(self, **{name: value for name, value in given.items() if value is not None})
-
-
-def typical_overheads(device: str, params: float) -> Overheads:
-    """Return the overheads to expect of a model.
+def typical_overheads(device: str, params: float) -> dict[str, float]:
+    """Return the seconds per step that each method is expected to spend computing.
 
     Args:
-        device: "cpu" or "cuda": where gradients are.
+        device: One of `DEVICES`: where gradients are.
         params: Number of parameters.
 
-    >>> round(1e3 * typical_overheads("cpu", 10e6).exdyna)  # milliseconds
+    >>> round(1e3 * typical_overheads("cpu", 10e6)["exdyna"])  # milliseconds
     21
     """
-    known = _OVERHEADS[device].items()
-    return Overheads(**{name: fixed + rate * params for name, (rate, fixed) in known})
+    # A dense exchange sums while it sends.
+    overheads = {"dense": 0.0}
+    for name, (_, *by_device) in OVERHEADS.items():
+        rate, fixed = by_device[DEVICES.index(device)]
+        overheads[name] = fixed + rate * params
+    return overheads

@@ -1,11 +1,12 @@
 """Decide which exchange to use and from which link speed on, and explain why."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import product
+from typing import Any
 
 from gradherd.advise.choices import SPARSE, Choice, Setting, all_choices, predict
-from gradherd.advise.costs import Overheads
 from gradherd.advise.measured import (
     LOCAL_LIMITS,
     accuracy_records,
@@ -34,6 +35,10 @@ _RECORD_KEYS = ("study", "task", "density", "every", "metric", "epoch", "dense",
 # bandwidth-limited links was 21 %), what a method computes by a factor of two.
 _INPUT_ERROR, _OVERHEAD_ERROR = 1.25, 2.0
 _IF_WRONG = "if links and passes are off by 25 % and what methods compute by a factor of 2"
+# `fewer` also sets the outer step that was measured.
+_LOCAL = {"local-2": "every=2", "local-4": "", "local-8": "fewer=240", "local-16": "fewer=480"}
+_SELECTORS = {"topk": "TopK", "exdyna": "ExDyna"}
+_HOOKS = "from torch.distributed.algorithms.ddp_comm_hooks import"
 
 
 def break_even(setting: Setting, dense: str = "dense") -> float | None:
@@ -67,20 +72,22 @@ def break_even(setting: Setting, dense: str = "dense") -> float | None:
     return low
 
 
-def advise(setting: Setting) -> dict[str, object]:
+def advise(setting: Setting) -> dict[str, Any]:
     """Return all predicted steps, the break-even bandwidths and the advice, ready for JSON.
 
     Args:
         setting: Model, workers and network.
 
     Returns:
-        What `gradherd advise --json` prints; keys are added, never renamed.
+        What `gradherd advise --json` prints; keys are added, never renamed. "sentences" are those
+        of "advice", the last of which says what to use.
     """
-    choices = all_choices(setting)
-    limit = break_even(setting)
-    chosen = recommend(setting, choices)
-    rival = _rival(setting, choices, chosen)
-    sentences = explain(setting, choices, limit)
+    choices, limit = all_choices(setting), break_even(setting)
+    # Exchanges are compared under one order; what the other order adds is a sentence of its own.
+    steps = {choice.exchange: choice for choice in choices if choice.order == "d-rr"}
+    chosen = recommend(setting, steps)
+    rival = _rival(setting, steps, chosen)
+    sentences = _explain(setting, steps, chosen, rival, limit)
     return {
         "choices": [{"name": choice.name, **asdict(choice)} for choice in choices],
         "break_even_bandwidth": limit,
@@ -101,36 +108,36 @@ def advise(setting: Setting) -> dict[str, object]:
     }
 
 
-def recommend(setting: Setting, choices: Sequence[Choice]) -> Choice:
+def recommend(setting: Setting, steps: Mapping[str, Choice]) -> Choice:
     """Return the exchange that changes training least among those within a tenth of the fastest.
 
     What has lost accuracy in our records must be so much faster: `measured.least_speedup`.
 
     Args:
         setting: Model, workers and network.
-        choices: The predicted steps.
+        steps: The predicted step of each exchange.
     """
     # gradherd's own messages have indices of 32 bits.
     allowed = _MILDEST_FIRST if setting.params <= MAX_COORDINATES else RIVALS
     weighted = {
-        name: least_speedup(name, setting.density) * _best(choices, (name,)).step_seconds
-        for name in allowed
+        name: least_speedup(name, setting.density) * steps[name].step_seconds for name in allowed
     }
-    chosen = next(
-        name for name in allowed if _WORTHWHILE * weighted[name] <= min(weighted.values())
-    )
-    return _best(choices, (chosen,))
+    fastest = min(weighted.values())
+    return steps[next(name for name in allowed if _WORTHWHILE * weighted[name] <= fastest)]
 
 
-def _rival(setting: Setting, choices: Sequence[Choice], chosen: Choice) -> Choice:
+def _best(steps: Mapping[str, Choice], exchanges: Sequence[str]) -> Choice:
+    return min((steps[name] for name in exchanges), key=lambda one: one.step_seconds)
+
+
+def _rival(setting: Setting, steps: Mapping[str, Choice], chosen: Choice) -> Choice:
     """Return the fastest of what torch has; if `chosen` has lost nothing, of what has not either.
 
     A step that is faster and learns less is no rival of one that keeps the model.
     """
-    others = list(RIVALS)
-    if not has_lost(chosen.exchange, setting.density):
-        others = [name for name in RIVALS if not has_lost(name, setting.density)]
-    return _best(choices, others)
+    if has_lost(chosen.exchange, setting.density):
+        return _best(steps, RIVALS)
+    return _best(steps, [name for name in RIVALS if not has_lost(name, setting.density)])
 
 
 def speedup_range(setting: Setting, exchange: str, rival: str) -> tuple[float, float]:
@@ -142,213 +149,86 @@ def speedup_range(setting: Setting, exchange: str, rival: str) -> tuple[float, f
         rival: Over which exchange.
     """
     # All corners of what may be wrong: a ratio of step times is extreme in one of them.
+    errors = (_INPUT_ERROR, _INPUT_ERROR, _OVERHEAD_ERROR)
     ratios = []
-    for link in (1 / _INPUT_ERROR, _INPUT_ERROR):
-        for work in (1 / _INPUT_ERROR, _INPUT_ERROR):
-            for own in (1 / _OVERHEAD_ERROR, _OVERHEAD_ERROR):
-                overheads = {name: own * value for name, value in vars(setting.overheads).items()}
-                other = replace(
-                    setting,
-                    link=replace(setting.link, bandwidth=link * setting.link.bandwidth),
-                    backward=work * setting.backward,
-                    forward=work * setting.forward,
-                    overheads=Overheads(**overheads),
-                )
-                step = predict(other, exchange).step_seconds
-                # A step that takes no time at all, with one worker, is as fast as another one.
-                ratios.append(predict(other, rival).step_seconds / step if step else 1.0)
+    for link, work, own in product(*((1 / error, error) for error in errors)):
+        other = replace(
+            setting,
+            link=replace(setting.link, bandwidth=link * setting.link.bandwidth),
+            backward=work * setting.backward,
+            forward=work * setting.forward,
+            overheads={name: own * seconds for name, seconds in setting.overheads.items()},
+        )
+        step = predict(other, exchange).step_seconds
+        # A step that takes no time at all, with one worker, is as fast as another one.
+        ratios.append(predict(other, rival).step_seconds / step if step else 1.0)
     return min(ratios), max(ratios)
 
 
-def explain(setting: Setting, choices: Sequence[Choice], limit: float | None) -> list[str]:
-    """Return the advice in words, with the numbers behind it; the last sentence is the advice.
-
-    Args:
-        setting: Model, workers and network.
-        choices: The predicted steps.
-        limit: The break-even bandwidth, if there is one.
-    """
+def _explain(
+    setting: Setting,
+    steps: Mapping[str, Choice],
+    chosen: Choice,
+    rival: Choice,
+    limit: float | None,
+) -> list[str]:
+    """Return the advice in words, with the numbers behind it; the last sentence is the advice."""
     if setting.workers == 1:
         return ["No: a single worker exchanges nothing, so there is nothing to save."]
-    chosen, sentences = recommend(setting, choices), []
+    sparse, sentences = _best(steps, SPARSE), [_answer(setting, steps, chosen)]
+    if setting.params <= MAX_COORDINATES:
+        is_faster = sparse.step_seconds < steps["dense"].step_seconds
+        where = "on every link" if limit is None else f"below {format_rate(limit)}"
+        less = "less" if limit is not None or is_faster else "more"
+        sentences.append(f"{sparse.exchange} takes {less} time than dense fp32 {where}.")
+    ordered = predict(setting, chosen.exchange, "cd-grab").step_seconds
+    more = ordered / chosen.step_seconds - 1 if chosen.step_seconds else 0.0
+    sentences.append(f"The order cd-grab adds {100 * more:.1f} % to such a step.")
+    if chosen.exchange not in ("dense", "fp16"):
+        sentences.append(accuracy_sentence(chosen.exchange, setting.density))
+    if chosen.exchange.startswith("local"):
+        sentences += [LOCAL_LIMITS, _rate_sentence(setting, chosen.exchange)]
+    # What would be faster and is not recommended has cost something.
+    pays = chosen.exchange not in RIVALS
+    tempting = steps["powersgd"] if pays else _best(steps, _MILDEST_FIRST)
+    least = chosen.step_seconds * (1.0 if pays else _WORTHWHILE)
+    if tempting.step_seconds < least and (pays or setting.params <= MAX_COORDINATES):
+        less = format_seconds(chosen.step_seconds - tempting.step_seconds)
+        sentences.append(f"{label(setting, tempting)} would take {less} less.")
+        sentences.append(accuracy_sentence(tempting.exchange, setting.density))
+    if pays:
+        check = "check what it does to the loss with `gradherd compare`"
+        sentences.append(f"These are times per step: {check}.")
+    return [*sentences, _conclusion(setting, steps, chosen, rival)]
+
+
+def _answer(setting: Setting, steps: Mapping[str, Choice], chosen: Choice) -> str:
     if setting.params > MAX_COORDINATES:
-        sentences.append(
+        return (
             f"No: gradherd sparsifies models of up to {MAX_COORDINATES:,} parameters, because it "
             "sends indices of 32 bits. Times of sparse exchanges are what they would be."
         )
-    else:
-        sentences.append(_answer(setting, choices, chosen))
-        sentences.append(_break_even_sentence(choices, limit))
-    sentences.append(_order_sentence(choices, chosen))
-    if chosen.exchange not in ("dense", "fp16"):
-        sentences += _accuracy(setting, chosen)
-    if chosen.exchange.startswith("local"):
-        sentences.append(_rate_sentence(setting, chosen.exchange))
-    if chosen.exchange in RIVALS:
-        sentences += _faster_but_worse(setting, choices, chosen)
-    else:
-        # What torch has may be as fast, and cost more or less.
-        torch = _best(choices, RIVALS)
-        if torch.exchange == "powersgd":
-            less = format_seconds(chosen.step_seconds - torch.step_seconds)
-            if torch.step_seconds < chosen.step_seconds:
-                sentences.append(f"{label(setting, torch)} would take {less} less.")
-            sentences.append(accuracy_sentence("powersgd", setting.density))
-        sentences.append(_caution(setting, choices, chosen))
-    sentences.append(_conclusion(setting, choices, chosen))
-    return sentences
-
-
-def _answer(setting: Setting, choices: Sequence[Choice], chosen: Choice) -> str:
-    speed = format_rate(setting.link.bandwidth)
-    # Half precision is the smaller change, so a sparse exchange has to beat that one as well.
-    dense = _best(choices, ("dense", "fp16"))
+    took = f"a step takes {format_seconds(chosen.step_seconds)} with {label(setting, chosen)}"
+    took = f"over {format_rate(setting.link.bandwidth)}, {took}"
     if chosen.exchange not in RIVALS:
+        # Half precision is the smaller change, so a sparse exchange has to beat that one as well.
+        dense = _best(steps, ("dense", "fp16"))
         return (
-            f"Yes: over {speed}, a step takes {format_seconds(chosen.step_seconds)} with "
-            f"{label(setting, chosen)}, and {format_seconds(dense.step_seconds)} with "
-            f"{dense.name}: a worker sends {format_bytes(chosen.bytes)} a step instead of "
+            f"Yes: {took}, and {format_seconds(dense.step_seconds)} with {dense.exchange}: a "
+            f"worker sends {format_bytes(chosen.bytes)} a step instead of "
             f"{format_bytes(dense.bytes)}."
         )
-    ours = _best(choices, [name for name in _MILDEST_FIRST if name not in RIVALS])
-    extra = ours.overhead_seconds + ours.exchange_seconds
-    waits = chosen.overhead_seconds + chosen.exchange_seconds
+    ours = _best(steps, [name for name in _MILDEST_FIRST if name not in RIVALS])
+    waits = format_seconds(chosen.overhead_seconds + chosen.exchange_seconds)
     text = (
-        f"No: over {speed}, a step takes {format_seconds(chosen.step_seconds)} with "
-        f"{label(setting, chosen)}, {format_seconds(waits)} of which does not overlap with the "
-        f"backward pass, and {format_seconds(ours.step_seconds)} with {label(setting, ours)}"
+        f"No: {took}, {waits} of which does not overlap with the backward pass, and "
+        f"{format_seconds(ours.step_seconds)} with {label(setting, ours)}"
     )
     if ours.step_seconds < _WORTHWHILE * chosen.step_seconds:
         return f"{text}: too small a gain for what it has cost."
     if ours.step_seconds < chosen.step_seconds:
         return f"{text}: too small a gain to change training for."
-    why = f"computing and exchanging it take {format_seconds(extra)}"
-    return f"{text}, because {why} and cannot overlap with it."
-
-
-def _accuracy(setting: Setting, choice: Choice) -> list[str]:
-    sentences = [accuracy_sentence(choice.exchange, setting.density)]
-    return sentences + list(LOCAL_LIMITS) * choice.exchange.startswith("local")
-
-
-def _faster_but_worse(setting: Setting, choices: Sequence[Choice], chosen: Choice) -> list[str]:
-    """Say what would be faster than an exchange of torch's, and what it has cost."""
-    if setting.params > MAX_COORDINATES:
-        return []
-    fast = _fastest(choices)
-    if not fast.step_seconds < _WORTHWHILE * chosen.step_seconds:
-        return []
-    less = format_seconds(chosen.step_seconds - fast.step_seconds)
-    return [f"{label(setting, fast)} would take {less} less.", *_accuracy(setting, fast)]
-
-
-def _caution(setting: Setting, choices: Sequence[Choice], chosen: Choice) -> str:
-    """Say what the times leave out, and what would be faster still."""
-    text = "These are times per step: check what it does to the loss with `gradherd compare`"
-    fastest = _fastest(choices)
-    if fastest.exchange != chosen.exchange:
-        less = format_seconds(chosen.step_seconds - fastest.step_seconds)
-        text += f"; {label(setting, fastest)} would take {less} less, and change training more"
     return f"{text}."
-
-
-def _conclusion(setting: Setting, choices: Sequence[Choice], chosen: Choice) -> str:
-    """Return one sentence: what to use, how much faster it is than what, and how sure that is."""
-    if chosen.exchange == "dense":
-        fastest = _fastest(choices)
-        low, high = speedup_range(setting, fastest.exchange, "dense")
-        return (
-            f"So keep dense: nothing here is more than 10 % faster ({label(setting, fastest)}: "
-            f"{_between(low, high)} as fast {_IF_WRONG})."
-        )
-    rival, best = _rival(setting, choices, chosen), "the best that torch has"
-    if chosen.exchange in RIVALS:
-        rival = _best(choices, [name for name in RIVALS if name != chosen.exchange])
-        best = "the best of the rest that torch has"
-    elif rival.exchange != _best(choices, RIVALS).exchange:
-        best = "the best of torch's that has lost nothing"
-    gain = rival.step_seconds / chosen.step_seconds
-    low, high = speedup_range(setting, chosen.exchange, rival.exchange)
-    text = (
-        f"So use {label(setting, chosen)}: {_times(gain)} as {label(setting, rival)}, {best} "
-        f"({_between(low, high)} {_IF_WRONG})"
-    )
-    if has_lost(chosen.exchange, setting.density):
-        text += "; it has lost accuracy in our records, so compare the losses first"
-    elif low < 1 and chosen.exchange not in RIVALS:
-        text += "; that is too close to call, so time a few steps of both, and compare their losses"
-    return f"{text}."
-
-
-def _fastest(choices: Sequence[Choice]) -> Choice:
-    # Not always what is recommended: that may be a milder exchange, up to a tenth slower.
-    return min((c for c in choices if c.order == "d-rr"), key=lambda one: one.step_seconds)
-
-
-def _between(low: float, high: float) -> str:
-    # Three digits where the range is narrow, so that its ends differ; more would claim to know it.
-    least, most = (
-        (f"{low:.2g}", f"{high:.2g}") if high > 1.2 * low else (f"{low:.2f}", f"{high:.2f}")
-    )
-    return f"{least} to {most} times" if least != most else f"{least} times"
-
-
-def _times(gain: float) -> str:
-    return "about as fast" if abs(gain - 1) < 0.03 else f"{gain:.3g} times as fast"
-
-
-def label(setting: Setting, choice: Choice) -> str:
-    """Return the exchange of a choice in words, with what it sends."""
-    method, _, detail = choice.exchange.partition("-")
-    if method == "local":
-        return f"{detail} local steps in one bit"
-    if method in SPARSE:
-        text = f"{method} at density {setting.density:g}"
-        return f"{text} with {detail} values" if detail else text
-    return {"fp16": "fp16 or bf16", "powersgd": f"PowerSGD of rank {setting.rank}"}.get(
-        method, method
-    )
-
-
-def code_for(setting: Setting, exchange: str) -> str | None:
-    """Return the code that switches an exchange on; None for dense, which DDP does by itself.
-
-    Args:
-        setting: Gives density and rank.
-        exchange: A key of `choices.EXCHANGES`.
-
-    >>> from gradherd.advise.costs import NetworkLink
-    >>> link = NetworkLink(bandwidth=1e9, latency=0)
-    >>> one = Setting(
-    ...     params=1e6, workers=8, link=link, backward=1, forward=1, overheads=Overheads()
-    ... )
-    >>> print(code_for(one, "local-4"))
-    gh.attach(net, optimizer=optimizer, local=gh.LocalSteps())
-    """
-    method, _, detail = exchange.partition("-")
-    if method == "local":
-        return f"gh.attach(net, optimizer=optimizer, local=gh.LocalSteps({_LOCAL[exchange]}))"
-    if method in SPARSE:
-        selector = f"gh.{_SELECTORS[method]}(density={setting.density:g})"
-        if detail:
-            selector = f'gh.Sparsify(method={selector}, values="{detail}")'
-        return f"gh.attach(ddp, sparsify={selector})"
-    hooks = "from torch.distributed.algorithms.ddp_comm_hooks import"
-    if method == "fp16":
-        return (
-            f"{hooks} default_hooks\nddp.register_comm_hook(None, default_hooks.fp16_compress_hook)"
-        )
-    if method == "powersgd":
-        state = f"powerSGD_hook.PowerSGDState(None, matrix_approximation_rank={setting.rank})"
-        return (
-            f"{hooks} powerSGD_hook\nddp.register_comm_hook({state}, powerSGD_hook.powerSGD_hook)"
-        )
-    return None
-
-
-# `fewer` also sets the outer step that was measured.
-_LOCAL = {"local-2": "every=2", "local-4": "", "local-8": "fewer=240", "local-16": "fewer=480"}
-_SELECTORS = {"topk": "TopK", "exdyna": "ExDyna"}
 
 
 def _rate_sentence(setting: Setting, exchange: str) -> str:
@@ -363,22 +243,82 @@ def _rate_sentence(setting: Setting, exchange: str) -> str:
     )
 
 
-def _break_even_sentence(choices: Sequence[Choice], limit: float | None) -> str:
-    sparse, plain = _best(choices, SPARSE), _best(choices, ("dense",))
-    if limit is not None:
-        return f"{sparse.name} takes less time than dense fp32 below {format_rate(limit)}."
-    if sparse.step_seconds < plain.step_seconds:
-        return f"{sparse.name} takes less time than dense fp32 on every link."
-    return f"{sparse.name} takes more time than dense fp32 on every link."
+def _conclusion(
+    setting: Setting, steps: Mapping[str, Choice], chosen: Choice, rival: Choice
+) -> str:
+    """Return one sentence: what to use, how much faster it is than what, and how sure that is."""
+    if chosen.exchange == "dense":
+        fastest = _best(steps, list(steps))
+        span = _between(*speedup_range(setting, fastest.exchange, "dense"))
+        return (
+            f"So keep dense: nothing here is more than 10 % faster ({label(setting, fastest)}: "
+            f"{span} as fast {_IF_WRONG})."
+        )
+    best = "the best that torch has"
+    if chosen.exchange in RIVALS:
+        rival = _best(steps, [name for name in RIVALS if name != chosen.exchange])
+        best = "the best of the rest that torch has"
+    elif rival.exchange != _best(steps, RIVALS).exchange:
+        best = "the best of torch's that has lost nothing"
+    gain = rival.step_seconds / chosen.step_seconds
+    times = "about as fast" if abs(gain - 1) < 0.03 else f"{gain:.3g} times as fast"
+    low, high = speedup_range(setting, chosen.exchange, rival.exchange)
+    text = (
+        f"So use {label(setting, chosen)}: {times} as {label(setting, rival)}, {best} "
+        f"({_between(low, high)} {_IF_WRONG})"
+    )
+    if has_lost(chosen.exchange, setting.density):
+        text += "; it has lost accuracy in our records, so compare the losses first"
+    elif low < 1 and chosen.exchange not in RIVALS:
+        text += "; that is too close to call, so time a few steps of both, and compare their losses"
+    return f"{text}."
 
 
-def _order_sentence(choices: Sequence[Choice], best: Choice) -> str:
-    ordered = next(c for c in choices if c.exchange == best.exchange and c.order == "cd-grab")
-    more = ordered.step_seconds / best.step_seconds - 1 if best.step_seconds else 0.0
-    return f"The order cd-grab adds {100 * more:.1f} % to a step with {best.name}."
+def _between(low: float, high: float) -> str:
+    # Three digits where the range is narrow, so that its ends differ; more would claim to know it.
+    form = ".2g" if high > 1.2 * low else ".2f"
+    least, most = f"{low:{form}}", f"{high:{form}}"
+    return f"{least} to {most} times" if least != most else f"{least} times"
 
 
-def _best(choices: Sequence[Choice], exchanges: Sequence[str]) -> Choice:
-    # Exchanges are compared under one order; what the other order adds is a sentence of its own.
-    matches = [c for c in choices if c.exchange in exchanges and c.order == "d-rr"]
-    return min(matches, key=lambda choice: choice.step_seconds)
+def label(setting: Setting, choice: Choice) -> str:
+    """Return the exchange of a choice in words, with what it sends."""
+    method, _, detail = choice.exchange.partition("-")
+    if method == "local":
+        return f"{detail} local steps in one bit"
+    if method in SPARSE:
+        text = f"{method} at density {setting.density:g}"
+        return f"{text} with {detail} values" if detail else text
+    words = {"fp16": "fp16 or bf16", "powersgd": f"PowerSGD of rank {setting.rank}"}
+    return words.get(method, method)
+
+
+def code_for(setting: Setting, exchange: str) -> str | None:
+    """Return the code that switches an exchange on; None for dense, which DDP does by itself.
+
+    Args:
+        setting: Gives density and rank.
+        exchange: A key of `choices.EXCHANGES`.
+
+    >>> from gradherd.advise.costs import NetworkLink
+    >>> link = NetworkLink(bandwidth=1e9, latency=0)
+    >>> one = Setting(params=1e6, workers=8, link=link, backward=1, forward=1, overheads={})
+    >>> print(code_for(one, "local-4"))
+    gh.attach(net, optimizer=optimizer, local=gh.LocalSteps())
+    """
+    method, _, detail = exchange.partition("-")
+    if method == "local":
+        return f"gh.attach(net, optimizer=optimizer, local=gh.LocalSteps({_LOCAL[exchange]}))"
+    if method in SPARSE:
+        selector = f"gh.{_SELECTORS[method]}(density={setting.density:g})"
+        if detail:
+            selector = f'gh.Sparsify(method={selector}, values="{detail}")'
+        return f"gh.attach(ddp, sparsify={selector})"
+    if method == "fp16":
+        hook = "ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)"
+        return f"{_HOOKS} default_hooks\n{hook}"
+    if method == "powersgd":
+        state = f"powerSGD_hook.PowerSGDState(None, matrix_approximation_rank={setting.rank})"
+        hook = f"ddp.register_comm_hook({state}, powerSGD_hook.powerSGD_hook)"
+        return f"{_HOOKS} powerSGD_hook\n{hook}"
+    return None

@@ -234,18 +234,14 @@ def least_speedup(exchange: str, density: float) -> float:
 
 
 def accuracy_sentence(exchange: str, density: float) -> str:
-    """Say what an exchange cost in accuracy in this repository's own records."""
+    """Say what an exchange cost in this repository's own records: the mildest and the worst."""
     records = accuracy_records(exchange, density)
     if not records:
         return f"This repository has no record of what {exchange} costs in accuracy."
-    # The mildest, and the worst of each metric: points and percent do not compare.
-    worst = {record.metric: record for record in records}
-    told = list(dict.fromkeys([records[0], *worst.values()]))
-    first = told[0]
-    is_local = first.method == "local"
-    sent = exchange if is_local else f"{first.method} at density {first.density:g}"
-    *ends, last = (_lost(record, first) for record in told)
-    text = f"{', '.join(ends)} and {last}" if ends else last
+    mildest, worst = (pick(records, key=lambda one: one.severity) for pick in (min, max))
+    is_local = mildest.method == "local"
+    sent = exchange if is_local else f"{mildest.method} at density {mildest.density:g}"
+    text = " and ".join(dict.fromkeys((_lost(mildest, mildest), _lost(worst, mildest))))
     fewest = min(one.seeds for one in records)
     return (
         f"In this repository's records, {sent} ended {text}, "
@@ -254,10 +250,8 @@ def accuracy_sentence(exchange: str, density: float) -> str:
 
 
 LOCAL_LIMITS = (
-    "There is no record yet of local steps in one bit with SGD or on images.",
-    "With 132 tokens a worker and step, 4 local steps of AdamW cost a GPT-2 of 0.25 M parameters "
-    "16 % more bits a character even without rounding (one seed): train language models that way "
-    "from about 1,000 tokens a worker and step on.",
+    "There is no record yet of local steps in one bit with SGD or on images; train language models "
+    "that way from about 1,000 tokens a worker and step on."
 )
 """Where local steps have not been tried, or did not hold."""
 
@@ -265,15 +259,11 @@ LOCAL_LIMITS = (
 def _lost(record: AccuracyRecord, first: AccuracyRecord) -> str:
     density = "" if record.density == first.density else f", density {record.density:g}"
     is_accuracy, lost = record.metric == "accuracy", record.lost
-    unit = " %" if is_accuracy else ""
-    digits = ".3g" if is_accuracy else ".1f"
-    figures = f"{record.sparse:{digits}} and {record.dense:{digits}}{unit}"
-    source = f"({record.task}{density}: {figures})"
-    if not is_accuracy:
-        more = "more" if lost > 0 else "less"
-        percent = f"{abs(lost):.{0 if abs(lost) >= 5 else 1}f} %"
-        level = "level with dense, " if record.severity < 1 else ""
-        return f"{level}with {percent} {more} perplexity {source}"
-    if abs(lost) < _LEVEL:
-        return f"level with dense {source}"
-    return f"{abs(lost):.2g} points {'below' if lost > 0 else 'above'} dense {source}"
+    digits, unit = (".3g", " %") if is_accuracy else (".1f", "")
+    source = f"({record.task}{density}: {record.sparse:{digits}} and {record.dense:{digits}}{unit})"
+    level = "level with dense" if record.severity < 1 else ""
+    if is_accuracy:
+        return f"{level or f'{lost:.2g} points below dense'} {source}"
+    percent = f"{abs(lost):.{0 if abs(lost) >= 5 else 1}f} %"
+    more = f"with {percent} {'more' if lost > 0 else 'less'} perplexity"
+    return f"{level}{', ' * bool(level)}{more} {source}"

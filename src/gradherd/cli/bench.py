@@ -1,22 +1,24 @@
-"""`gradherd bench`: time gradherd's parts against what a user would do instead."""
+"""`gradherd bench`: time gradherd's parts against what a user would do instead.
+
+Benchmarks are imported by the command that runs them: they import torch, and --help must not wait
+for it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Annotated, Any
 
-from gradherd.cli.arguments import check_at_least, check_density, parse_counts, parse_names
-from gradherd.cli.errors import UsageError
 from gradherd.cli.options import usable_device
-from gradherd.cli.parser import Arg
-from gradherd.cli.tables import print_bench
+from gradherd.cli.parser import Arg, Count, Counts, Density, one_count, some_of, whole
+from gradherd.cli.terminal import print_json, print_table
 from gradherd.lab.bench import STEP_EXCHANGES
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
 
-# Benchmarks are imported by the command that runs them: they import torch, and --help must not
-# wait for it.
 Rows = list[dict[str, Any]]
+Params = Annotated[int, Arg(parse=one_count)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +29,35 @@ class _BenchCommand:
     """Print {"bench", "device", "rows": [...]}; `ratio` is relative to the first case of a size."""
 
     def _print(self, name: str, device: object, rows: Rows) -> None:
-        print_bench(name, str(device), rows, as_json=self.json)
+        if self.json:
+            print_json({"bench": name, "device": str(device), "rows": rows})
+            return
+        import torch
+
+        print_rows(rows, f"bench {name} on {device}, torch {torch.__version__}")
+
+
+def print_rows(rows: Rows, title: str) -> None:
+    """Print the rows of a benchmark: one for each case and size, in a block for each size."""
+    cells: dict[str, Callable[[dict[str, Any]], str]] = {
+        "case": lambda row: row["case"],
+        "workers": lambda row: str(row["workers"]),
+        "dim": lambda row: f"{row['dim']:,}",
+        "ms": lambda row: f"{1e3 * row['seconds']:.3f}",
+        "time ratio": lambda row: f"{row['ratio']:.2f}",
+        "peak bytes": lambda row: "" if row["peak_bytes"] is None else f"{row['peak_bytes']:,}",
+    }
+    # Leave out columns that would be empty: a terminal has little room.
+    if any(row["bytes"] for row in rows):
+        cells["bytes sent"] = lambda row: f"{row['bytes']:,}"
+    elif all("ceiling_ratio" in row for row in rows):
+        cells["x ceiling"] = lambda row: f"{row['ceiling_ratio']:.2f}"
+    table: list[list[str]] = []
+    for row, before in zip(rows, [rows[0], *rows], strict=False):
+        if (row["workers"], row["dim"]) != (before["workers"], before["dim"]):
+            table.append([])
+        table.append([cell(row) for cell in cells.values()])
+    print_table(table, list(cells), title=title)
 
 
 def _on_local_ranks(
@@ -37,12 +67,11 @@ def _on_local_ranks(
     from gradherd.cli.launch import measure_on_ranks
     from gradherd.cli.progress import counted_loop
 
-    rows = []
+    rows: Rows = []
     with counted_loop(len(workers) * len(sizes), "sizes") as advance:
-        for count in workers:
-            for size in sizes:
-                rows += measure_on_ranks(bench, count, size, *args)
-                advance()
+        for count, size in product(workers, sizes):
+            rows += measure_on_ranks(bench, count, size, *args)
+            advance()
     return rows
 
 
@@ -56,23 +85,21 @@ class BenchSignsCommand(_BenchCommand):
     Example: gradherd bench signs --workers 4,64 --dim 1e4,1e6 --json
     """
 
-    workers: str = "4,16,64"
+    workers: Counts = (4, 16, 64)
     """Numbers of workers, separated by commas; each worker contributes one vector per step."""
-    dim: str = "10000,1000000"
+    dim: Counts = (10_000, 1_000_000)
     """Gradient sizes, separated by commas."""
     device: str = "cpu"
     """cpu, cuda, cuda:1, ..."""
 
     def run(self) -> None:
         """Measure."""
-        workers = parse_counts("--workers", self.workers)
-        dims = parse_counts("--dim", self.dim)
         device = usable_device(self.device)
         from gradherd.cli.progress import counted_loop
         from gradherd.lab.bench.bench_balancing import bench_signs
 
-        with counted_loop(len(workers) * len(dims), "sizes") as advance:
-            rows = bench_signs(workers, dims, device, advance)
+        with counted_loop(len(self.workers) * len(self.dim), "sizes") as advance:
+            rows = bench_signs(self.workers, self.dim, device, advance)
         self._print("signs", device, rows)
 
 
@@ -87,21 +114,18 @@ class BenchCoordinationCommand(_BenchCommand):
     Example: gradherd bench coordination --workers 2,4,8 --dim 4000000
     """
 
-    workers: str = "2,4"
+    workers: Counts = (2, 4)
     """Numbers of local processes, separated by commas."""
-    dim: str = "1000000"
+    dim: Counts = (1_000_000,)
     """Gradient sizes, separated by commas."""
-    repeats: int = 7
+    repeats: Count = 7
     """Pairs of steps to measure; the median counts."""
 
     def run(self) -> None:
         """Measure."""
-        workers = parse_counts("--workers", self.workers)
-        dims = parse_counts("--dim", self.dim)
-        check_at_least("--repeats", self.repeats, 1)
         from gradherd.lab.bench.bench_balancing import bench_coordination
 
-        rows = _on_local_ranks(bench_coordination, workers, dims, self.repeats)
+        rows = _on_local_ranks(bench_coordination, self.workers, self.dim, self.repeats)
         self._print("coordination", "cpu", rows)
 
 
@@ -116,25 +140,21 @@ class BenchRowsCommand(_BenchCommand):
     Example: gradherd bench rows --params 2e6 --batch 256 --json
     """
 
-    params: str = "2000000"
+    params: Params = 2_000_000
     """Approximate number of parameters of the MLP."""
-    batch: int = 256
+    batch: Annotated[int, Arg(parse=whole(1, 2**31))] = 256
     """Examples in a batch."""
     device: str = "cpu"
     """cpu, cuda, cuda:1, ..."""
 
     def run(self) -> None:
         """Measure."""
-        sizes = parse_counts("--params", self.params)
-        if len(sizes) > 1:
-            raise UsageError(f"--params must be one number, got {self.params!r}")
-        check_at_least("--batch", self.batch, 1, 2**31)
         device = usable_device(self.device)
         from gradherd.cli.progress import counted_loop
         from gradherd.lab.bench.bench_rows import bench_rows
 
         with counted_loop(5, "cases") as advance:
-            rows = bench_rows(sizes[0], self.batch, device, advance)
+            rows = bench_rows(self.params, self.batch, device, advance)
         self._print("rows", device, rows)
 
 
@@ -150,34 +170,27 @@ class BenchSparsifyCommand(_BenchCommand):
     Example: gradherd bench sparsify --workers 4 --dim 1e7
     """
 
-    workers: str = "4"
+    workers: Counts = (4,)
     """Numbers of local processes, separated by commas."""
-    dim: str = "1000000"
+    dim: Counts = (1_000_000,)
     """Gradient sizes, separated by commas."""
-    density: float = DEFAULT_DENSITY
+    density: Density = DEFAULT_DENSITY
     """Share of the elements to send, in (0, 1]."""
-    repeats: int = 15
+    repeats: Count = 15
     """Exchanges to measure; the median counts."""
     device: str = "cpu"
     """Where to measure selection, cpu or cuda; exchanges are measured on the CPU only."""
 
     def run(self) -> None:
         """Measure."""
-        workers = parse_counts("--workers", self.workers)
-        dims = parse_counts("--dim", self.dim)
-        check_at_least("--repeats", self.repeats, 1)
-        check_density(self.density)
         device = usable_device(self.device)
-        from gradherd.cli.progress import counted_loop
         from gradherd.lab.bench.bench_sparsify import bench_exchange, bench_select
 
         # Local ranks are gloo processes on the CPU, and one worker sends nothing.
-        counts = [count for count in workers if count > 1] if device.type == "cpu" else []
+        counts = [count for count in self.workers if count > 1] if device.type == "cpu" else []
         rows: Rows = []
-        for dim in dims:
-            with counted_loop(1, "sizes") as advance:
-                rows += bench_select(dim, self.density, device)
-                advance()
+        for dim in self.dim:
+            rows += bench_select(dim, self.density, device)
             rows += _on_local_ranks(bench_exchange, counts, [dim], self.density, self.repeats)
         self._print("sparsify", device.type, rows)
 
@@ -194,33 +207,28 @@ class BenchStepCommand(_BenchCommand):
     Example: gradherd bench step --params 1e7 --exchanges fp16,exdyna,exdyna-int2,local-4
     """
 
-    workers: str = "4"
+    workers: Counts = (4,)
     """Numbers of local processes, separated by commas."""
-    params: str = "1000000"
+    params: Counts = (1_000_000,)
     """Approximate numbers of parameters of the MLP, separated by commas."""
-    batch: int = 64
+    batch: Count = 64
     """Examples per rank and step."""
-    repeats: int = 9
+    repeats: Count = 9
     """Blocks of 4 steps to measure in each case; the median counts."""
     exchanges: Annotated[
-        str,
+        tuple[str, ...],
         Arg(
             metavar="A,B",
             help=f"Other exchanges to time, of {', '.join(STEP_EXCHANGES)}.",
             default="none",
+            parse=some_of(STEP_EXCHANGES),
         ),
-    ] = ""
+    ] = ()
 
     def run(self) -> None:
         """Measure."""
-        workers = parse_counts("--workers", self.workers)
-        params = parse_counts("--params", self.params)
-        check_at_least("--batch", self.batch, 1)
-        check_at_least("--repeats", self.repeats, 1)
-        exchanges = []
-        if self.exchanges:
-            exchanges = parse_names("--exchanges", self.exchanges, STEP_EXCHANGES)
         from gradherd.lab.bench.bench_step import bench_step
 
-        rows = _on_local_ranks(bench_step, workers, params, self.batch, self.repeats, exchanges)
+        settings = (self.batch, self.repeats, list(self.exchanges))
+        rows = _on_local_ranks(bench_step, self.workers, self.params, *settings)
         self._print("step", "cpu", rows)

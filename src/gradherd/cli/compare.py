@@ -10,39 +10,42 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from gradherd.cli.arguments import (
-    MAX_SEEDS,
-    check_at_least,
-    parse_names,
-    print_json,
-    torchrun_rank,
-)
-from gradherd.cli.errors import CommandFailed, UsageError
 from gradherd.cli.options import (
     EXCHANGES,
+    MAX_SEEDS,
     ORDERS,
     DensityOption,
-    IntByTask,
     TaskArgument,
     TrainingOptions,
     check_data,
     density_for,
+    exchanges,
     named_task,
-    naming_options,
-    parse_exchanges,
     warn_of_divergence,
 )
-from gradherd.cli.parser import Arg
-from gradherd.lab.train import exchange_names
+from gradherd.cli.parser import Arg, CommandFailed, UsageError, some_of, usage_errors, whole
+from gradherd.cli.terminal import print_json, torchrun_rank
+from gradherd.lab.train.config import Exchange, RunConfig, plan_runs, run_settings
 from gradherd.ordering.registry import POLICIES
 
 # Imported by the functions that need them: these import torch, and --help must not wait for it.
 if TYPE_CHECKING:
-    from gradherd.lab.train.config import RunConfig
     from gradherd.lab.train.record import RunRecord
 
 TUNING_FILE = "tuning.json"
 """What --tune has tried and chosen."""
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    """Read the rates of --tune lr=0.03,0.1."""
+    key, _, values = text.partition("=")
+    try:
+        rates = [float(word) for word in values.split(",")]
+    except ValueError:
+        rates = []
+    if key.strip() != "lr" or not rates or not all(0 < rate < math.inf for rate in rates):
+        raise ValueError(f"must be like lr=0.03,0.1,0.3, got {text!r}")
+    return tuple(dict.fromkeys(rates))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,28 +65,30 @@ class CompareCommand:
     task: TaskArgument
     """Name of a task, or path/to/file.py:ClassName."""
     orders: Annotated[
-        str | None,
+        tuple[str, ...] | None,
         Arg(
             metavar="A,B",
             help=f"Orders of examples, separated by commas, from: {ORDERS}.",
             default="d-rr, and cd-grab if nothing else is compared",
+            parse=some_of(POLICIES),
         ),
     ] = None
     sparsifiers: Annotated[
-        str | None,
+        tuple[Exchange, ...] | None,
         Arg(
             metavar="C,D",
             help=f"Exchanges, separated by commas, from: {EXCHANGES}, and local-4: four steps "
             "alone, then all coordinates in one bit. exdyna:0.02@30 has a density of its own, and "
             "exchanges what 30 local steps have changed.",
             default="dense",
+            parse=exchanges,
         ),
     ] = None
     density: DensityOption = None
     """Share of the gradient that a sparsifier should send, in (0, 1]."""
-    tune: Annotated[str | None, Arg(metavar="lr=A,B", default="none")] = None
+    tune: Annotated[tuple[float, ...], Arg(metavar="lr=A,B", default="none", parse=_rates)] = ()
     """First give each arm the best of these learning rates, on examples that are held out."""
-    seeds: IntByTask = None
+    seeds: Annotated[int | None, Arg(default="the task's", parse=whole(1, MAX_SEEDS))] = None
     """Number of seeds: 3 means seeds 0, 1 and 2."""
     resume: bool = False
     """Keep the finished runs in --out and train only the others; the settings must be the same."""
@@ -96,14 +101,9 @@ class CompareCommand:
     def run(self) -> None:
         """Train all arms and compare them."""
         # Before the folder: a wrong call must not create one.
-        rates = _parse_rates(self.tune)
-        if rates and self.training.lr is not None:
-            raise UsageError("--lr and --tune lr=... both choose the learning rate: drop one")
-        if rates:
+        if self.tune:
             self._check_tunable()
         configs = self._configs()
-        if self.resume and self.training.out is None:
-            raise UsageError("--resume needs --out, the folder of the comparison to continue")
         # All before any training, so that a missing package is reported at once.
         from gradherd.cli.folders import PAGE_FILE, output_folder, telling_survivors
         from gradherd.cli.launch import torchrun_group, train_missing
@@ -115,8 +115,8 @@ class CompareCommand:
             output_folder(self.training.out, name, resume=self.resume, many=True) as out,
             torchrun_group(self.training.device),
         ):
-            if rates:
-                configs = self._tuned(configs, rates, out)
+            if self.tune:
+                configs = self._tuned(configs, out)
             with telling_survivors(out, len(configs)):
                 records = train_missing(configs, out, self.training, resume=self.resume)
             # All ranks have the records, one prints them.
@@ -124,21 +124,24 @@ class CompareCommand:
                 self._print(records, out / PAGE_FILE)
 
     def _check_tunable(self) -> None:
-        """Refuse --tune for a task that no examples can be held out of."""
-        from gradherd.lab.tasks.task import UnsuitableSettings
+        """Refuse --tune beside --lr, and for a task that no examples can be held out of."""
         from gradherd.lab.train.tuning import check_can_hold_out
 
+        if self.training.lr is not None:
+            raise UsageError("--lr and --tune lr=... both choose the learning rate: drop one")
         try:
             check_can_hold_out(named_task(self.task))
-        except UnsuitableSettings as error:
+        except UsageError:
+            raise
+        except ValueError as error:
             raise UsageError(f"--tune: {error}") from None
 
-    def _tuned(self, configs: list[RunConfig], rates: list[float], out: Path) -> list[RunConfig]:
+    def _tuned(self, configs: list[RunConfig], out: Path) -> list[RunConfig]:
         """Return the runs with the best rate of each arm."""
         from gradherd.cli.launch import train_runs
         from gradherd.lab.train.tuning import best_rates, tuning_runs, with_rates
 
-        runs = tuning_runs(configs, rates)
+        runs = tuning_runs(configs, self.tune)
         if self.resume and (chosen := _chosen_before(runs, out)) is not None:
             return with_rates(configs, chosen)
         # Their records are not part of the comparison.
@@ -153,7 +156,7 @@ class CompareCommand:
         return with_rates(configs, best)
 
     def _print(self, records: list[RunRecord], page: Path) -> None:
-        from gradherd.cli.tables import print_comparison
+        from gradherd.cli.report import print_comparison
         from gradherd.lab.report.comparison import compare
         from gradherd.lab.report.comparison_table import comparison_json
         from gradherd.lab.report.page import write_report
@@ -169,49 +172,28 @@ class CompareCommand:
     def _configs(self) -> list[RunConfig]:
         only_task = self.orders is None and self.sparsifiers is None
         # Whoever names sparsifiers compares those: a second order would double the runs.
-        default = "d-rr,cd-grab" if only_task else "d-rr"
-        orders = parse_names("--orders", self.orders or default, POLICIES)
-        exchanges = parse_exchanges("--sparsifiers", self.sparsifiers or "dense", exchange_names())
-        sparsifiers = [exchange.sparsify for exchange in exchanges]
-        if len(orders) * len(exchanges) < 2:
+        orders = self.orders or (("d-rr", "cd-grab") if only_task else ("d-rr",))
+        arms = self.sparsifiers or (Exchange("dense"),)
+        if len(orders) * len(arms) < 2:
             raise UsageError(
-                f"only one arm ({orders[0]}, {sparsifiers[0]}): name at least two --orders or "
+                f"only one arm ({orders[0]}, {arms[0].sparsify}): name at least two --orders or "
                 "--sparsifiers, or use gradherd train"
             )
-        shared = [one.sparsify for one in exchanges if one.density is None]
-        density = density_for(shared, self.density)
+        density = density_for([one.sparsify for one in arms if one.density is None], self.density)
         task, settings = named_task(self.task), self.training.checked()
-        seeds = task.defaults.seeds if self.seeds is None else self.seeds
-        check_at_least("--seeds", seeds, 1, MAX_SEEDS)
-        from gradherd.lab.train.config import plan_runs
-
-        with naming_options():
+        with usage_errors(run_settings()):
             configs = plan_runs(
                 self.task,
                 task.defaults,
                 orders=orders,
-                sparsifiers=exchanges,
+                sparsifiers=arms,
                 density=density,
-                seeds=range(seeds),
+                seeds=range(self.seeds or task.defaults.seeds),
                 **settings,
             )
         # Last, since it reads folders; wrong options are reported first.
         check_data(task, self.training.data_dir, configs)
         return configs
-
-
-def _parse_rates(text: str | None) -> list[float]:
-    """Return the rates of --tune lr=0.03,0.1; none if it was not given."""
-    if text is None:
-        return []
-    key, _, values = text.partition("=")
-    try:
-        rates = [float(word) for word in values.split(",")]
-    except ValueError:
-        rates = []
-    if key.strip() != "lr" or not rates or not all(0 < rate < math.inf for rate in rates):
-        raise UsageError(f"--tune must be like lr=0.03,0.1,0.3, got {text!r}")
-    return list(dict.fromkeys(rates))
 
 
 def _chosen_before(

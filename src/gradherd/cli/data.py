@@ -4,20 +4,14 @@ What reads and downloads files is imported inside functions: it needs torch, whi
 `gradherd data list` does not.
 """
 
-import sys
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from gradherd.cli.arguments import FolderOption, check_name, print_json
-from gradherd.cli.errors import UsageError
-from gradherd.cli.parser import Arg
-from gradherd.cli.tables import print_sentence, print_table
+from gradherd.cli.parser import Arg, CommandFailed, FolderOption, one_of, usage_errors
+from gradherd.cli.terminal import print_json, print_table, say
 from gradherd.lab.tasks.data_files import (
     LocalDataSet,
     MissingData,
@@ -26,8 +20,6 @@ from gradherd.lab.tasks.data_files import (
     find_dataset,
 )
 from gradherd.lab.tasks.datasets import DATASETS, TASK_DATA
-
-_STATUS_STYLES = {"ok": "green", "damaged": "bold red", "unchecked": "yellow", "missing": "dim"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,25 +40,18 @@ class DataListCommand:
     def run(self) -> None:
         """Search for all data sets and print where they are."""
         sets = [self._entry(name) for name in DATASETS]
-        folders = [str(folder) for folder in data_dirs(self.data_dir)]
         if self.json:
+            folders = [str(folder) for folder in data_dirs(self.data_dir)]
             print_json({"folders": folders, "sets": sets})
             return
-        table = _sets_table(folders, ("set", "for tasks", "where it is, or how to get it"))
-        for entry in sets:
-            where = f"{entry['found']} ({entry['form']})" if entry["found"] else entry["advice"]
-            table.add_row(
-                entry["name"],
-                ", ".join(entry["tasks"]),
-                escape(where),
-                style=None if entry["found"] else "dim",
-            )
-        console = Console()
-        print_table(table, console)
+        rows = []
+        for one in sets:
+            where = f"{one['found']} ({one['form']})" if one["found"] else one["advice"]
+            rows.append((one["name"], ", ".join(one["tasks"]), where))
+        headings = ("set", "for tasks", "where it is, or how to get it")
+        print_table(rows, headings, title=_searched(self.data_dir))
         without_data = [task for task, data in TASK_DATA.items() if not data]
-        print_sentence(
-            f"Nothing but scikit-learn is needed for {', '.join(without_data)}.", console
-        )
+        say(f"Nothing but scikit-learn is needed for {', '.join(without_data)}.")
 
     def _entry(self, name: str) -> dict[str, Any]:
         local = find_local(name, self.data_dir)
@@ -90,7 +75,13 @@ class DataGetCommand:
     """
 
     set: Annotated[
-        str, Arg(metavar="NAME", help=f"One of: {', '.join(DATASETS)}.", positional=True)
+        str,
+        Arg(
+            metavar="NAME",
+            help=f"One of: {', '.join(DATASETS)}.",
+            positional=True,
+            parse=one_of(DATASETS),
+        ),
     ]
     data_dir: FolderOption = None
     """Folder to put it into, instead of the cache folder."""
@@ -101,41 +92,27 @@ class DataGetCommand:
         """Download the data set."""
         from gradherd.lab.tasks.download import DownloadError
 
-        dataset = DATASETS[check_name("NAME", self.set, DATASETS)]
         # A shell expands ~ only at the start of a word, not in --data-dir=~/data.
         root = (self.data_dir or cache_dir()).expanduser()
         try:
             local = self._fetch(root)
-        except DownloadError as error:
-            # The call was right and the network failed: exit code 1. What a server answers may have
-            # line breaks.
-            print(f"gradherd: {' '.join(str(error).split())}", file=sys.stderr)
-            raise SystemExit(1) from None
+        except DownloadError as error:  # the call was right and the network failed
+            raise CommandFailed(str(error)) from None
         paths = list(local.paths.values())
         size = sum(path.stat().st_size for path in paths)
         if self.json:
             files = [path.name for path in paths]
             folder = str(local.folder)
-            print_json({"name": dataset.name, "folder": folder, "files": files, "bytes": size})
+            print_json({"name": self.set, "folder": folder, "files": files, "bytes": size})
         else:
-            print(f"{dataset.name}: {len(paths)} files, {size:,} bytes in {local.folder}, checked")
+            print(f"{self.set}: {len(paths)} files, {size:,} bytes in {local.folder}, checked")
 
     def _fetch(self, root: Path) -> LocalDataSet:
-        from rich.progress import Progress
-
+        from gradherd.cli.progress import ProgressBar, is_quiet
         from gradherd.lab.tasks.download import download_dataset
 
-        # One bar per file: not the bar of `progress`, which has one for everything.
-        console = Console(stderr=True)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-            bars = {}  # Files are known one by one, as their downloads begin.
-
-            def update(file: str, done: int, size: int | None) -> None:
-                if file not in bars:
-                    bars[file] = progress.add_task(file, total=size)
-                progress.update(bars[file], completed=done)
-
-            return download_dataset(DATASETS[self.set], root, update)
+        with ProgressBar(quiet=is_quiet(False)) as bar:
+            return download_dataset(DATASETS[self.set], root, bar.at)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,12 +139,8 @@ class DataCheckCommand:
         if self.json:
             print_json({"sets": sets})
         else:
-            table = _sets_table(map(str, data_dirs(self.data_dir)), ("set", "status", "where"))
-            for entry in sets:
-                where = escape(entry["problem"] or entry["found"] or "")
-                style = _STATUS_STYLES[entry["status"]]
-                table.add_row(entry["name"], entry["status"], where, style=style)
-            print_table(table)
+            rows = [(e["name"], e["status"], e["problem"] or e["found"] or "") for e in sets]
+            print_table(rows, ("set", "status", "where"), title=_searched(self.data_dir))
         # After the table: it says what is damaged.
         if any(entry["status"] == "damaged" for entry in sets):
             raise SystemExit(1)
@@ -195,12 +168,8 @@ class DataCheckCommand:
         }
 
 
-def _sets_table(folders: Iterable[str], columns: Sequence[str]) -> Table:
-    """Return an empty table about data sets; names and states never wrap."""
-    table = Table(title=escape(f"Data sets in {', '.join(folders)}"))
-    for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column in ("set", "status"))
-    return table
+def _searched(data_dir: Path | None) -> str:
+    return f"Data sets in {', '.join(map(str, data_dirs(data_dir)))}"
 
 
 def find_local(name: str, data_dir: Path | None) -> LocalDataSet | None:
@@ -213,13 +182,9 @@ def find_local(name: str, data_dir: Path | None) -> LocalDataSet | None:
     Raises:
         UsageError: `data_dir` is not a folder.
     """
-    try:
+    with usage_errors(["data_dir"]), contextlib.suppress(MissingData):
         return find_dataset(name, data_dir)
-    # MissingData is a ValueError: it must be caught first.
-    except MissingData:
-        return None
-    except ValueError as error:
-        raise UsageError(str(error).replace("data_dir", "--data-dir", 1)) from None
+    return None
 
 
 def tasks_of(name: str) -> list[str]:

@@ -6,39 +6,34 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from gradherd.cli.arguments import (
-    MAX_PROCESSES,
-    MAX_SEEDS,
-    FolderOption,
-    check_at_least,
-    print_json,
-)
-from gradherd.cli.errors import CommandFailed, UsageError
-from gradherd.cli.options import TrainingOptions
+from gradherd.cli.options import MAX_PROCESSES, MAX_SEEDS, TrainingOptions
+from gradherd.cli.parser import Arg, CommandFailed, FolderOption, whole
+from gradherd.cli.terminal import MARKS, can_draw, paint, print_json, say, terminal_width
+from gradherd.lab.text import counted, fixed, in_bytes
 
 # Imported by the functions that need them: these import torch, and --help must not wait for it.
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from gradherd.lab.report.arms import ArmSummary
-    from gradherd.lab.report.comparison import ArmPair, Comparison
+    from gradherd.lab.report.comparison import Comparison
     from gradherd.lab.train.config import RunConfig
-    from gradherd.lab.train.record import RunRecord
 
 # The control reorders as much as cd-grab does: a gain that it lacks comes from balancing.
 ORDERS = ("d-rr", "cd-grab", "always-plus")
 FEW_BYTES: dict[str, Any] = {"local_steps": 4, "method": {"values": "int1"}}
 """The exchange that is shown beside the dense one and PowerSGD: settings of RunConfig."""
-_NAMES = {"dense every 4": "4 steps, 1 bit"}
-"""What bars call an arm, where its label says less."""
 EXCHANGES: tuple[dict[str, Any], ...] = ({}, {"sparsify": "powersgd", "density": 0.01}, FEW_BYTES)
 # Orders train side by side, so their seeds are cheap; exchanges train one run after the other.
 _EXCHANGE_SEEDS = 5
+_NEXT = """\
+Next, on your own model:
+  gradherd compare my_task.py:MyTask --orders d-rr,cd-grab --virtual --seeds 5
+  gradherd advise --params 25M --workers 8 --bandwidth 10G --backward 60ms
+  or attach() to your own training loop: README.md shows the lines"""
 RATES = {"1 Gb/s": 1e9, "10 Gb/s": 10e9}
 """Networks for which steps are predicted, in bits per second."""
 
@@ -58,9 +53,9 @@ class DemoCommand:
     Example: gradherd demo --out my-demo
     """
 
-    workers: int = 4
+    workers: Annotated[int, Arg(parse=whole(1, MAX_PROCESSES))] = 4
     """Number of workers."""
-    seeds: int = 8
+    seeds: Annotated[int, Arg(parse=whole(1, MAX_SEEDS))] = 8
     """Number of seeds of every order; exchanges take the first five of them."""
     out: FolderOption = None
     """Folder to write to; by default a new one in gradherd-runs."""
@@ -75,61 +70,44 @@ class DemoCommand:
 
     def run(self) -> None:
         """Train all parts, print what they show, and write the page."""
-        check_at_least("--workers", self.workers, 1, MAX_PROCESSES)
-        check_at_least("--seeds", self.seeds, 1, MAX_SEEDS)
-        if self.resume and self.out is None:
-            raise UsageError("--resume needs --out, the folder of the demo to continue")
-        from gradherd.cli.folders import output_folder
-
-        with output_folder(self.out, "demo", resume=self.resume, many=True) as out:
-            self._show(out)
-
-    def _show(self, out: Path) -> None:
         # All before any training, so that a missing package is reported at once.
-        from rich.console import Console
-
-        from gradherd.cli.folders import PAGE_FILE, telling_survivors
+        from gradherd.cli.folders import PAGE_FILE, output_folder, telling_survivors
         from gradherd.cli.launch import train_missing
         from gradherd.lab.report.comparison import compare
         from gradherd.lab.report.comparison_table import comparison_json
         from gradherd.lab.report.page import write_report
         from gradherd.lab.train.process_runs import usable_cores
 
-        begin, page = time.monotonic(), out / PAGE_FILE
-        console = Console(quiet=self.json, highlight=False)  # stdout holds nothing but the JSON
-        parts = {
-            "digits": order_runs(self.workers, self.seeds),
-            "digits-mlp": exchange_runs(self.workers, min(self.seeds, _EXCHANGE_SEEDS)),
-        }
-        planned = sum(map(len, parts.values()))
-        options = TrainingOptions(quiet=self.quiet)
-        records: list[RunRecord] = []
-        comparisons: list[Comparison] = []
-        for task, configs in parts.items():
-            with telling_survivors(out, planned):
-                cores = 1 if task == "digits" else usable_cores()  # orders are one stack
-                trained = train_missing(
-                    configs, out / task, options, resume=self.resume, processes=cores
-                )
-            records += trained
-            comparisons.append(compare(trained))
-            (print_orders if task == "digits" else print_exchanges)(comparisons[-1], console)
-        write_report(records, page, title="gradherd demo: fewer epochs or fewer bytes")
+        begin = time.monotonic()
+        orders = order_runs(self.workers, self.seeds)
+        exchanges = exchange_runs(self.workers, min(self.seeds, _EXCHANGE_SEEDS))
+        # Orders train as one stack, exchanges one run after the other on all cores.
+        parts = ((orders, 1, print_orders), (exchanges, usable_cores(), print_exchanges))
+        records, comparisons = [], []
+        with output_folder(self.out, "demo", resume=self.resume, many=True) as out:
+            page, options = out / PAGE_FILE, TrainingOptions(quiet=self.quiet)
+            for configs, cores, show in parts:
+                with telling_survivors(out, len(orders) + len(exchanges)):
+                    folder = out / configs[0].task
+                    trained = train_missing(
+                        configs, folder, options, resume=self.resume, processes=cores
+                    )
+                records += trained
+                comparisons.append(compare(trained))
+                if not self.json:
+                    show(comparisons[-1])
+            write_report(records, page, title="gradherd demo: fewer epochs or fewer bytes")
         ranks = check_ranks(self.workers, self.quiet)
-        print_ranks(ranks, console)
         if self.json:
             results = [comparison_json(comparison, str(page)) for comparison in comparisons]
             predicted = predicted_steps(comparisons[1])
-            print_json(
-                {
-                    "comparisons": results,
-                    "report": str(page),
-                    "predicted": predicted,
-                    "ranks": ranks,
-                }
-            )
-            return
-        print_end(comparisons, time.monotonic() - begin, page, console)
+            result = {"comparisons": results, "report": str(page), "predicted": predicted}
+            print_json({**result, "ranks": ranks})
+        else:
+            print_ranks(ranks)
+            print_end(*comparisons)
+            print(f"Took {time.monotonic() - begin:.0f} seconds. Curves and tests: {page}")
+            print(_NEXT)
         if not ranks["equal"]:
             raise CommandFailed("real workers did not arrive where the simulated ones did")
 
@@ -171,48 +149,40 @@ def exchange_runs(workers: int, seeds: int) -> list[RunConfig]:
     ]
 
 
-def print_orders(comparison: Comparison, console: Console) -> None:
+def print_orders(comparison: Comparison) -> None:
     """Print how many epochs each order takes, and what that shows."""
-    _print_heading("1  Does a better order need fewer epochs?", comparison, console)
     base = comparison.baseline
-    goal = f"the loss that {base.label} ends with after {base.epochs} epochs"
-    _print(f"   epochs until {goal}:", console)
+    _print_heading("1  Does a better order need fewer epochs?", comparison)
+    say(f"   epochs until the loss that {base.label} ends with after {base.epochs} epochs:")
     bars = []
     for pair in comparison.pairs:
         text = f"not within {base.epochs}" if pair.epochs_to is None else f"{pair.epochs_to}"
         bars.append((pair.arm.label, pair.epochs_to or base.epochs, f"{text} epochs"))
-    print_bars(bars, console)
-    _print_findings(comparison, console)
+    print_bars(bars)
+    _print_findings(comparison)
 
 
-def print_exchanges(comparison: Comparison, console: Console) -> None:
+def print_exchanges(comparison: Comparison) -> None:
     """Print the predicted step of each exchange, and what its bytes cost in quality."""
-    from gradherd.lab.text import fixed, in_bytes
-
-    _print_heading("2  How few bytes train as well?", comparison, console)
+    _print_heading("2  How few bytes train as well?", comparison)
     predicted = predicted_steps(comparison)
     for rate in RATES:
-        _print(f"   a step over {rate}, predicted:", console)
+        say(f"   a step over {rate}, predicted:")
         bars = []
         for one in predicted:
             seconds = one["step_seconds"][rate]
             text = f"{1e3 * seconds:.1f} ms, {in_bytes(one['bytes'])} sent"
             bars.append((one["exchange"], seconds, text))
-        print_bars(bars, console)
-    _print(
-        "   [dim]computing as measured here, plus the bytes at that rate; no overlap[/]", console
-    )
-    _print(
-        "   [dim]all trained at the rate chosen for dense; others may have better ones[/]", console
-    )
+        print_bars(bars)
+    say("   computing as measured here, plus the bytes at that rate; no overlap", "dim")
+    say("   all trained at the rate chosen for dense; others may have better ones", "dim")
     for pair in comparison.pairs[1:]:
         found = pair.metric
         if found is not None and found.low is not None and found.high is not None:
             mean, low, high = (fixed(x, 1, sign=True) for x in (found.mean, found.low, found.high))
-            interval = f"95 % interval {low} to {high}"
-            text = f"{_name(pair.arm.label)}: {comparison.metric_name} {mean} ({interval})"
-            _print(f"   {text}", console)
-    _print_findings(comparison, console)
+            gain = f"{comparison.metric_name} {mean} (95 % interval {low} to {high})"
+            say(f"   {_name(pair.arm.label)}: {gain}")
+    _print_findings(comparison)
 
 
 def predicted_steps(comparison: Comparison) -> list[dict[str, Any]]:
@@ -266,106 +236,74 @@ def check_ranks(workers: int, quiet: bool) -> dict[str, Any]:
     return {"workers": workers, "equal": equal, "largest_difference": max(differences)}
 
 
-def print_ranks(ranks: dict[str, Any], console: Console) -> None:
+def print_ranks(ranks: dict[str, Any]) -> None:
     """Print whether real processes did what the simulated workers did."""
-    _print("[bold]3  Do real worker processes do the same?[/]", console)
-    trained = f"{ranks['workers']} processes trained an epoch of cd-grab and of few bytes:"
+    say("3  Do real worker processes do the same?", "bold")
+    trained = f"{ranks['workers']} processes trained an epoch of cd-grab and of few bytes"
     difference = f"losses differ by {ranks['largest_difference']:.1e} of their value"
     if ranks["equal"]:
-        _print(f"[bold green]+[/] {trained} as simulated; {difference}, bytes by 0.", console)
+        say(f"{trained}, as simulated: {difference}, bytes by 0.", mark="+", mark_style="green")
     else:
-        _print(f"[bold red]-[/] {trained} not as simulated; {difference}, or bytes do.", console)
-    console.print()
+        say(f"{trained}, not as simulated: {difference}, or bytes do.", mark="-", mark_style="red")
+    print()
 
 
-def print_end(
-    comparisons: Sequence[Comparison], seconds: float, page: Path, console: Console
-) -> None:
-    """Print what was shown, and what to try next."""
-    from rich.markup import escape
-
+def print_end(orders: Comparison, exchanges: Comparison) -> None:
+    """Print what was shown: never more than the seeds show."""
     from gradherd.lab.report.verdicts import all_verdicts
 
-    orders, exchanges = comparisons
     tones = {(verdict.kind, verdict.arm): verdict.tone for verdict in all_verdicts(orders)}
     pair = next(one for one in orders.pairs if one.arm.order == "cd-grab")
-    _print(f"[bold]{_shown_of_order(pair, tones)}[/]", console)
-    _print(f"[bold]{_shown_of_exchange(exchanges.pairs[-1])}[/]", console)
-    curves = f"Curves, intervals and tests: {escape(str(page))}"
-    console.print(f"Took {seconds:.0f} seconds. {curves}", soft_wrap=True)
-    console.print("Next, on your own model:")
-    for line in (
-        "gradherd compare my_task.py:MyTask --orders d-rr,cd-grab --virtual --seeds 5",
-        "gradherd advise --params 25M --workers 8 --bandwidth 10G --backward 60ms",
-        "or attach() to your own training loop: README.md shows the lines",
-    ):
-        console.print(f"  {line}", soft_wrap=True)
-
-
-def _shown_of_order(pair: ArmPair, tones: Mapping[tuple[str, str], str]) -> str:
     gains = tones.get(("order", pair.arm.label)) in ("gain", "mixed")
     if not gains or pair.epochs_to is None:
-        return "Not shown with these seeds: that the order gains anything here."
-    by_balancing = any(kind == "control" and tone == "gain" for (kind, _), tone in tones.items())
-    control = (
-        ", and a control that ignores gradients does not gain"
-        if by_balancing
-        else "; that balancing is the reason is not shown"
-    )
-    arm, base = pair.arm.label, pair.reference.label
-    reached = f"{arm} reaches {base}'s final loss after {pair.epochs_to} epochs"
-    return f"Shown: {reached}, {base} itself after {pair.reference_epochs_to}{control}."
-
-
-def _shown_of_exchange(pair: ArmPair) -> str:
+        say("Not shown with these seeds: that the order gains anything here.", "bold")
+    else:
+        by_balancing = any(one[0] == "control" and tones[one] == "gain" for one in tones)
+        control = (
+            ", and a control that ignores gradients does not gain"
+            if by_balancing
+            else "; that balancing is the reason is not shown"
+        )
+        arm, base = pair.arm.label, pair.reference.label
+        reached = f"{arm} reaches {base}'s final loss after {pair.epochs_to} epochs"
+        itself = f"{base} itself after {pair.reference_epochs_to}"
+        say(f"Shown: {reached}, {itself}{control}.", "bold")
+    pair = exchanges.pairs[-1]
     found = pair.metric
     if found is None or found.low is None or not pair.bytes_ratio:
-        return "Not shown with these seeds: what fewer bytes cost."
-    fewer = f"{_name(pair.arm.label)} sends {1 / pair.bytes_ratio:.0f} times fewer bytes"
-    most = f"at most {max(0.0, -found.low):.1f} points of accuracy (end of the 95 % interval)"
-    return f"Shown: {fewer} and costs {most}."
+        say("Not shown with these seeds: what fewer bytes cost.", "bold")
+    else:
+        fewer = f"{_name(pair.arm.label)} sends {1 / pair.bytes_ratio:.0f} times fewer bytes"
+        most = f"at most {max(0.0, -found.low):.1f} points of accuracy"
+        say(f"Shown: {fewer} and costs {most} (end of the 95 % interval).", "bold")
 
 
-def print_bars(rows: Sequence[tuple[str, float, str]], console: Console) -> None:
+def print_bars(rows: Sequence[tuple[str, float, str]]) -> None:
     """Print a bar for each row: its name, a length, and what it says."""
-    block = "█" if console.encoding.startswith("utf") else "#"
+    block = "█" if can_draw() else "#"
     left = max(len(name) for name, _, _ in rows)
-    room = max(8, min(40, console.width - left - 6 - max(len(text) for _, _, text in rows)))
+    room = terminal_width() - left - 6 - max(len(text) for _, _, text in rows)
     longest = max(value for _, value, _ in rows)
     for name, value, text in rows:
-        length = max(1, round(room * value / longest))
-        console.print(f"   {name:{left}}  [cyan]{block * length}[/] {text}", soft_wrap=True)
+        length = max(1, round(max(8, min(40, room)) * value / longest))
+        print(f"   {name:{left}}  {paint(block * length, 'cyan')} {text}")
 
 
-def _print_heading(title: str, comparison: Comparison, console: Console) -> None:
-    from gradherd.lab.text import counted
-
-    _print(f"[bold]{title}[/]", console)
-    seeds = counted(len(comparison.baseline.seeds), "seed")
-    _print(f"   {comparison.description}; {seeds}", console)
+def _print_heading(title: str, comparison: Comparison) -> None:
+    say(title, "bold")
+    say(f"   {comparison.description}; {counted(len(comparison.baseline.seeds), 'seed')}")
 
 
-def _print_findings(comparison: Comparison, console: Console) -> None:
+def _print_findings(comparison: Comparison) -> None:
     """Print the verdicts of a comparison in a few words each; the page has all figures."""
-    from rich.markup import escape
-
-    from gradherd.cli.tables import MARKS
     from gradherd.lab.report.verdicts import all_verdicts
 
     for verdict in all_verdicts(comparison):
-        colour, mark = MARKS[verdict.tone]
-        _print(f"[bold {colour}]{mark}[/] {escape(_name(verdict.headline))}", console)
-    console.print()
+        mark, colour = MARKS[verdict.tone]
+        say(_name(verdict.headline), mark=mark, mark_style=colour)
+    print()
 
 
 def _name(text: str) -> str:
-    """Return a label, or a text that begins with one, with the name that bars have."""
-    for label, name in _NAMES.items():
-        text = text.replace(label, name)
-    return text
-
-
-def _print(markup: str, console: Console) -> None:
-    from gradherd.cli.tables import print_sentence
-
-    print_sentence(markup, console)
+    """Return a text with the name of few bytes that says more than the arm's label."""
+    return text.replace("dense every 4", "4 steps, 1 bit")

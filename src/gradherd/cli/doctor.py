@@ -12,23 +12,18 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
-from rich.console import Console
-from rich.markup import escape
-
-from gradherd.cli.arguments import print_json, under_torchrun
 from gradherd.cli.data import find_local, tasks_of
-from gradherd.cli.errors import CommandFailed
-from gradherd.cli.tables import plain_table, print_sentence, print_table
+from gradherd.cli.parser import CommandFailed
+from gradherd.cli.terminal import print_json, print_table, say, under_torchrun
 from gradherd.lab.tasks.data_files import cache_dir, data_dirs
 from gradherd.lab.tasks.datasets import DATASETS
 
 Status = Literal["ok", "missing", "problem"]
-_STATUS_STYLES = {"ok": "green", "missing": "dim", "problem": "bold red"}
 # Far more than the seconds that a start takes: a slow machine is not a broken one.
 _DEADLINE = 60.0
 MIN_FREE_BYTES = 200 << 20
@@ -101,42 +96,31 @@ class DoctorCommand:
 
     def run(self) -> None:
         """Run all checks and print them."""
-        # The line is drawn on a terminal only.
-        with Console(stderr=True, quiet=self.json).status("starting two local workers"):
-            workers = local_workers()
-        python = Check("python", "ok", platform.python_version())
-        own = Check("gradherd", "ok", version("gradherd"))
-        checks = [python, own, *map(check_package, PACKAGES), *distributed(), launcher_variables()]
-        checks += [gpu(), *machine(), workers, data_folders(), *map(_data_set, DATASETS)]
+        checks = [Check("python", "ok", platform.python_version())]
+        checks += [Check("gradherd", "ok", version("gradherd")), *map(check_package, PACKAGES)]
+        checks += [*distributed(), launcher_variables(), gpu(), *machine(), local_workers()]
+        checks += [data_folders(), *map(_data_set, DATASETS)]
         problems = [check for check in checks if check.status == "problem"]
         broken = [check.name for check in problems if check.essential]
         if self.json:
             keys = ("name", "status", "found", "hint")
-            shown = [{key: asdict(check)[key] for key in keys} for check in checks]
+            shown = [{key: getattr(check, key) for key in keys} for check in checks]
             print_json({"checks": shown, "ok": not broken})
         else:
-            _print_checks(checks)
+            # The hint gets its own line if there is a problem.
+            gaps = {"ok": "  ", "missing": "  ", "problem": "\n"}
+            rows = [
+                (one.name, one.status, (one.found + gaps[one.status] + one.hint).rstrip())
+                for one in checks
+            ]
+            print_table(rows, ("check", "status", "found"))
         if broken:
             # After the table, so that "above" is true; scripts see the exit code.
             raise CommandFailed(f"gradherd will not work well here: see {', '.join(broken)} above")
         if not self.json:
             look = f"Have a look at: {', '.join(check.name for check in problems)}."
             rest = f". {look}" if problems else "; what is missing is optional."
-            print_sentence(f"Everything that training needs works{rest}", Console())
-
-
-def _print_checks(checks: list[Check]) -> None:
-    table = plain_table()
-    table.add_column("check", no_wrap=True)
-    table.add_column("status", no_wrap=True)
-    table.add_column("found", overflow="fold")
-    # The hint gets its own line if there is a problem.
-    gaps = {"ok": "  [dim]{}[/]", "missing": "  {}", "problem": "\n{}"}
-    for check in checks:
-        details = escape(check.found)
-        details += gaps[check.status].format(escape(check.hint)) if check.hint else ""
-        table.add_row(check.name, f"[{_STATUS_STYLES[check.status]}]{check.status}[/]", details)
-    print_table(table)
+            say(f"Everything that training needs works{rest}")
 
 
 def check_package(package: Package) -> Check:

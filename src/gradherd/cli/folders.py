@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from gradherd.cli.arguments import torchrun_rank
-from gradherd.cli.errors import CommandFailed, UsageError, reason_of
-from gradherd.lab.text import printable
+from gradherd.cli.parser import CommandFailed, UsageError, reason_of, usage_errors
+from gradherd.cli.terminal import torchrun_rank
+from gradherd.lab.text import counted, printable
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.record import RECORD_FILE, RunRecord, read_record, write_record
 from gradherd.lab.train.runner import CHANGEABLE_SETTINGS, CHECKPOINT_FOLDER
@@ -36,9 +36,10 @@ def output_folder(
         UsageError: The folder cannot be used, or another command is using it.
     """
     if out is None:
+        if resume:
+            raise UsageError("--resume needs --out, the folder to continue in")
         name = re.sub(r"[^A-Za-z0-9._-]+", "-", name)  # a user's own task may have any name
-        stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-        out = Path("gradherd-runs") / f"{name}-{stamp}"
+        out = Path("gradherd-runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
         if out.exists():  # another run started within the same second
             out = out.with_name(f"{out.name}-{os.getpid()}")
     if out.exists() and not out.is_dir():
@@ -58,15 +59,22 @@ def output_folder(
         accepted = True
         # No error: a script that is started again and again has a first time.
         if resume and many and first and not any(out.iterdir()):
-            said = f"--resume: {str(out)!r} holds nothing yet, so all runs are trained"
-            print(f"gradherd: {printable(said)}", file=sys.stderr)
+            _tell(f"--resume: {str(out)!r} holds nothing yet, so all runs are trained")
         yield out
     finally:
         # A call that fails early leaves no trace; a refused folder is not ours to tidy up.
         if first and accepted:
-            remove_empty(out, created)
+            below = sorted((path for path in out.rglob("*") if path.is_dir()), reverse=True)
+            for path in [*below, *created]:  # the deepest first
+                if path.is_dir() and not any(path.iterdir()):
+                    # Never a tree: rmdir refuses what another process has just written to.
+                    path.rmdir()
         if lock is not None:
             os.close(lock)
+
+
+def _tell(text: str) -> None:
+    print(f"gradherd: {printable(text)}", file=sys.stderr)
 
 
 def _check_contents(out: Path, *, resume: bool, many: bool) -> None:
@@ -97,28 +105,16 @@ def _lock(out: Path) -> int | None:
     folder = os.open(out, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return folder
     except BlockingIOError:
-        inode = os.fstat(folder).st_ino
         os.close(folder)
         raise UsageError(
-            f"--out {str(out)!r} is in use by {_lock_owner(inode)}: wait until it ends, or name "
-            "another folder"
+            f"--out {str(out)!r} is in use by another command: wait until it ends, or name another "
+            "folder"
         ) from None
     except OSError:  # A file system without locks: better to train than to refuse.
         os.close(folder)
         return None
-    return folder
-
-
-def _lock_owner(inode: int) -> str:
-    """Name the process that holds a lock, as far as Linux tells."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/locks").read_text().splitlines():
-            # "1: FLOCK  ADVISORY  WRITE 4711 08:01:131073 0 EOF"
-            fields = line.split()
-            if fields[1] == "FLOCK" and fields[5].endswith(f":{inode}") and int(fields[4]) > 0:
-                return f"process {fields[4]}"
-    return "another process"
 
 
 def finished_record(
@@ -136,10 +132,8 @@ def finished_record(
     """
     if not (out / RECORD_FILE).exists():
         return None
-    try:
+    with usage_errors():
         record = read_record(out / RECORD_FILE)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
     # --epochs may have been raised since.
     complete = record.status == "done" and len(record.epochs) >= config.epochs
     if not complete and record.status != "diverged":
@@ -169,13 +163,17 @@ def telling_survivors(out: Path, planned: int) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if torchrun_rank() == 0:
-            if planned > 1:
-                _write_page_so_far(out)
-            if left := describe_survivors(out, planned):
-                print(f"gradherd: {printable(left)}", file=sys.stderr)
+            # A run that was stopped within its first epoch has no point on any curve.
+            shown = [record for _, record in intact_records(out) if record.epochs]
+            if planned > 1 and shown:
+                from gradherd.lab.report.page import write_report
+
+                write_report(shown, out / PAGE_FILE)
+            if left := _survivors(out, planned):
+                _tell(left)
         raise
     except (CommandFailed, OSError) as error:
-        left = describe_survivors(out, planned)
+        left = _survivors(out, planned)
         if not left or os.environ.get("GRADHERD_TRACEBACK"):
             raise
         raise CommandFailed(f"{reason_of(error)}; {left}") from error
@@ -190,35 +188,20 @@ def intact_records(out: Path) -> list[tuple[Path, RunRecord]]:
     return sorted(found, key=lambda one: one[1].started)
 
 
-def _write_page_so_far(out: Path) -> None:
-    from gradherd.lab.report.page import write_report
-
-    # A run that was stopped within its first epoch has no point on any curve.
-    if records := [record for _, record in intact_records(out) if record.epochs]:
-        write_report(records, out / PAGE_FILE)
-
-
-def describe_survivors(out: Path, planned: int) -> str:
-    """Say what an interrupted or failed command has left, and how to continue; "" if nothing.
-
-    Args:
-        out: Its folder.
-        planned: Number of runs that there would have been.
-    """
+def _survivors(out: Path, planned: int) -> str:
+    """Say what an interrupted or failed command has left, and how to continue; "" if nothing."""
     records = [record for _, record in intact_records(out)]
     again = f"repeat the command with --out {out} --resume to continue"
+    epochs = sum(len(record.epochs) for record in records)
     parts = []
     if planned > 1:
         done = sum(record.status in ("done", "diverged") for record in records)
-        if any(record.epochs for record in records):
-            parts.append(f"{done} of {planned} runs finished")
-        if (out / PAGE_FILE).exists():
-            parts.append(f"report so far: {out / PAGE_FILE}")
+        parts += [f"{done} of {planned} runs finished"] * bool(epochs)
+        parts += [f"report so far: {out / PAGE_FILE}"] * (out / PAGE_FILE).exists()
         return "; ".join([*parts, again] if done else parts)
-    epochs = sum(len(record.epochs) for record in records)
     if epochs:
-        count = "1 epoch is" if epochs == 1 else f"{epochs} epochs are"
-        parts.append(f"{count} on record in {out}")
+        verb = "is" if epochs == 1 else "are"
+        parts.append(f"{counted(epochs, 'epoch')} {verb} on record in {out}")
     if any((out / CHECKPOINT_FOLDER).glob("step-*")):
         parts.append(f"a checkpoint is kept: {again}")
     return "; ".join(parts)
@@ -231,23 +214,6 @@ def mark_unfinished(out: Path, status: str) -> None:
         out: Folder with the records, at any depth.
         status: interrupted or failed.
     """
-    if torchrun_rank() > 0:
-        return
-    # A comparison has a record per run, each in its own folder.
     for path, record in intact_records(out):
-        if record.status == "running":
+        if record.status == "running" and torchrun_rank() == 0:
             write_record(dataclasses.replace(record, status=status), path.parent)
-
-
-def remove_empty(folder: Path, created: Sequence[Path]) -> None:
-    """Remove empty folders.
-
-    Args:
-        folder: All empty folders below it are removed.
-        created: The folder itself and its parents, as far as they were created for it.
-    """
-    below = sorted((path for path in folder.rglob("*") if path.is_dir()), reverse=True)
-    for path in [*below, *created]:  # the deepest first
-        if path.is_dir() and not any(path.iterdir()):
-            # Never a tree: rmdir refuses a folder that another process has just written to.
-            path.rmdir()

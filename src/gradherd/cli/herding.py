@@ -1,14 +1,11 @@
 """`gradherd herding`: the random-vector study of the CD-GraB paper."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Annotated
 
-from gradherd.cli.arguments import check_at_least, parse_names, print_json
-from gradherd.cli.errors import UsageError
+from gradherd.cli.parser import Arg, Count, UsageError, some_of, whole
+from gradherd.cli.terminal import print_json, print_table
 from gradherd.ordering.registry import POLICIES, make_policy
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _MAX_ELEMENTS = 1 << 33  # 64 GiB of float64
 
@@ -27,28 +24,30 @@ class HerdingCommand:
     Example: gradherd herding --workers 100 --units 10000 --orders cd-grab,id-grab,d-rr
     """
 
-    workers: int = 16
+    workers: Count = 16
     """Number of workers, M."""
-    units: int = 500
+    units: Count = 500
     """Vectors of each worker, N."""
-    dim: int = 16
+    dim: Count = 16
     """Dimension of the vectors."""
-    rounds: int = 12
+    rounds: Annotated[int, Arg(parse=whole(0))] = 12
     """Number of rounds in which each policy reorders."""
-    orders: str = ",".join(POLICIES)
-    """Orders to compare, separated by commas."""
-    seed: int = 0
+    orders: Annotated[
+        tuple[str, ...],
+        Arg(
+            metavar="A,B",
+            help=f"Orders to compare, separated by commas, from: {', '.join(POLICIES)}.",
+            default="all of them",
+            parse=some_of(POLICIES),
+        ),
+    ] = tuple(POLICIES)
+    seed: Annotated[int, Arg(parse=whole(0, 2**32 - 1))] = 0
     """Seed of the vectors and of random orders."""
     json: bool = False
     """Print {"workers", "units", "dim", "orders": {name: [H0..HR]}} instead of a table."""
 
     def run(self) -> None:
         """Run the study."""
-        for option, value in (("workers", self.workers), ("units", self.units), ("dim", self.dim)):
-            check_at_least(f"--{option}", value, 1)
-        check_at_least("--rounds", self.rounds, 0)
-        if not 0 <= self.seed < 2**32:
-            raise UsageError(f"--seed must be in [0, 2**32), got {self.seed}")
         # Python integers do not overflow, so the product can be checked before anything is
         # allocated.
         if self.workers * self.units * self.dim > _MAX_ELEMENTS:
@@ -56,19 +55,15 @@ class HerdingCommand:
                 f"--workers x --units x --dim must be at most {_MAX_ELEMENTS:,}, "
                 f"got {self.workers * self.units * self.dim:,}"
             )
-        orders = parse_names("--orders", self.orders, POLICIES)
         # Late, for the sake of --help: these import torch.
-        from rich.console import Console
-
         from gradherd.cli.progress import counted_loop
-        from gradherd.cli.tables import has_colours, print_table
         from gradherd.replay.recorded import random_vectors, replay_order
 
         # The same vectors for all policies, so that bounds can be compared.
         vectors = random_vectors(self.workers, self.units, self.dim, self.seed)
         bounds: dict[str, list[float]] = {}
-        with counted_loop(len(orders) * self.rounds, "rounds") as advance:
-            for name in orders:
+        with counted_loop(len(self.orders) * self.rounds, "rounds") as advance:
+            for name in self.orders:
                 policy = make_policy(name)
                 bounds[name] = replay_order(
                     vectors, policy, rounds=self.rounds, seed=self.seed, progress=advance
@@ -76,27 +71,17 @@ class HerdingCommand:
         if self.json:
             sizes = {"workers": self.workers, "units": self.units, "dim": self.dim}
             print_json({**sizes, "orders": bounds})
-        else:
-            console = Console()
-            print_table(self._table(bounds, has_colours(console)), console)
-
-    def _table(self, bounds: dict[str, list[float]], coloured: bool) -> "Table":
-        from rich.table import Table
-
-        table = Table(
-            title=f"Herding bound H by round: {self.workers} workers x {self.units} vectors, "
-            f"dimension {self.dim}, seed {self.seed}",
-            caption="Largest entry of any prefix sum; smaller is better; "
-            f"{'green' if coloured else '*'}: smallest at the end.",
-        )
+            return
         # Bounds fall fast at first: a few early rounds and the last one fit a terminal.
         rounds = sorted({0, 1, 2, 3, 5, 8, self.rounds} & set(range(self.rounds + 1)))
-        table.add_column("order", no_wrap=True)
-        for number in rounds:
-            table.add_column("start" if number == 0 else str(number), justify="right", no_wrap=True)
         best = min(values[-1] for values in bounds.values())
-        for name, values in bounds.items():
-            style = "bold green" if values[-1] == best else None
-            name += "*" if style and not coloured else ""
-            table.add_row(name, *(f"{values[number]:.2f}" for number in rounds), style=style)
-        return table
+        print_table(
+            [
+                [name + "*" * (values[-1] == best), *(f"{values[at]:.2f}" for at in rounds)]
+                for name, values in bounds.items()
+            ],
+            ["order", *("start" if at == 0 else str(at) for at in rounds)],
+            title=f"Herding bound H by round: {self.workers} workers x {self.units} vectors, "
+            f"dimension {self.dim}, seed {self.seed}",
+            caption="Largest entry of any prefix sum; smaller is better; *: smallest at the end.",
+        )

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradherd.cli.arguments import under_torchrun
-from gradherd.cli.errors import CommandFailed
 from gradherd.cli.folders import finished_record, mark_unfinished
 from gradherd.cli.options import TrainingOptions
+from gradherd.cli.parser import CommandFailed
 from gradherd.cli.progress import ProgressBar, is_quiet
+from gradherd.cli.terminal import under_torchrun
 from gradherd.comm.world import World, join_torchrun_group
 from gradherd.lab.ranks import RankError, run_ranks
 from gradherd.lab.tasks.data_files import DamagedData
@@ -43,7 +43,15 @@ def measure_on_ranks(fn: Callable[..., Any], workers: int, *args: Any) -> Any:
     Returns:
         What `fn(*args)` returns on rank 0.
     """
-    return run_ranks(fn, workers, *args, timeout=_MEASUREMENT_DEADLINE)[0]
+    try:
+        return run_ranks(fn, workers, *args, timeout=_MEASUREMENT_DEADLINE)[0]
+    except RankError as error:
+        raise _failure(error) from None
+
+
+def _failure(error: RankError) -> Exception:
+    # The message has the rank's traceback; `reason` says the same in one line.
+    return error if os.environ.get("GRADHERD_TRACEBACK") else CommandFailed(error.reason)
 
 
 @contextlib.contextmanager
@@ -92,36 +100,41 @@ def train_runs(
         saving: How to save checkpoints; without it, SIGTERM acts like Ctrl-C.
         processes: How many processes share virtual runs.
     """
-    previous = signal.getsignal(signal.SIGTERM)
+    previous, threads = signal.getsignal(signal.SIGTERM), torch.get_num_threads()
     # With checkpoints SIGTERM means save and stop, which `Checkpointer` handles.
     if saving is None:
         signal.signal(signal.SIGTERM, raise_interrupt)
-    # One tuple for all three ways of training: what local ranks get is pickled.
+    virtual, processes = configs[0].virtual, min(processes, len(configs))
+    # One tuple for all ways of training: what local ranks get is pickled.
     quiet = is_quiet(options.quiet)
     job = (list(configs), out, options.data_dir, options.tensorboard, saving, quiet)
     try:
-        if configs[0].virtual:
-            return _train_virtual(job, min(processes, len(configs)))
+        if virtual and processes == 1:
+            # One thread: small steps gain nothing from more, and results equal those of ranks to
+            # the bit.
+            torch.set_num_threads(1)
+            return train_on_this_rank(*job)
+        if virtual:
+            shares = _on_processes(processes, job)
+            return [shares[at % processes][at // processes] for at in range(len(configs))]
         if under_torchrun():
             with torchrun_group(configs[0].device):
                 return train_on_this_rank(*job)
         return _on_processes(configs[0].workers, job)[0]
-    except KeyboardInterrupt:
-        # The record would otherwise say "running" for ever.
-        mark_unfinished(out, "interrupted")
-        raise
     except BaseException as error:
-        # If the disk is what failed, marking fails as well; the first error says more.
+        # The record would otherwise say "running" for ever. If the disk is what failed, marking
+        # fails as well; the first error says more.
+        interrupted = isinstance(error, KeyboardInterrupt)
         with contextlib.suppress(OSError):
-            mark_unfinished(out, "failed")
+            mark_unfinished(out, "interrupted" if interrupted else "failed")
         # Sentences about a user's data or task: no defect to trace.
         if isinstance(error, DamagedData | BadTask):
             raise CommandFailed(str(error)) from None
         raise
     finally:
-        # Signal handlers belong to the process: a caller that uses us as a library wants its own
-        # back.
+        # A caller that uses us as a library wants its own back.
         signal.signal(signal.SIGTERM, previous)
+        torch.set_num_threads(threads)
 
 
 def train_missing(
@@ -162,21 +175,7 @@ def raise_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _train_virtual(job: tuple[Any, ...], processes: int) -> list[RunRecord]:
-    if processes > 1:
-        shares = _on_processes(processes, job)
-        return [shares[at % processes][at // processes] for at in range(len(job[0]))]
-    # One thread: small steps gain nothing from more, and results equal those of ranks to the bit.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return train_on_this_rank(*job)
-    finally:
-        torch.set_num_threads(threads)
-
-
 def _on_processes(count: int, job: tuple[Any, ...]) -> list[list[RunRecord]]:
-    saving = job[4]
     try:
         return run_ranks(
             train_on_this_rank,
@@ -186,14 +185,10 @@ def _on_processes(count: int, job: tuple[Any, ...]) -> list[list[RunRecord]]:
             collective_timeout=_COLLECTIVE_TIMEOUT,
             # Ranks save themselves, so they must hear of SIGTERM, and this process must outlive it
             # to collect the records.
-            forward_signals=() if saving is None else (signal.SIGTERM,),
+            forward_signals=() if job[4] is None else (signal.SIGTERM,),
         )
     except RankError as error:
-        # The error of a rank carries its traceback in the message; `reason` says the same in one
-        # line.
-        if os.environ.get("GRADHERD_TRACEBACK"):
-            raise
-        raise CommandFailed(error.reason) from None
+        raise _failure(error) from None
 
 
 def train_on_this_rank(
@@ -202,21 +197,9 @@ def train_on_this_rank(
     data_dir: Path | None,
     tensorboard: bool,
     saving: CheckpointOptions | None,
-    quiet: bool = False,
+    quiet: bool,
 ) -> list[RunRecord]:
-    """Train all runs on this rank, together with the other ranks; of virtual runs its share.
-
-    Args:
-        configs: Settings of the runs, the same on all ranks.
-        out: Folder for records; rank 0 writes.
-        data_dir: Folder to search for data first.
-        tensorboard: Whether to write TensorBoard events, too.
-        saving: How to save checkpoints; None saves none.
-        quiet: Show no progress.
-
-    Returns:
-        The records of the runs that this rank has trained, in the order of `configs`.
-    """
+    """Train all runs on this rank, together with the other ranks; of virtual runs its share."""
     # Variables that a launcher has left in the environment mean nothing: a group does.
     world = World.detect() if dist.is_initialized() else World.single()
     quiet = quiet or world.rank > 0

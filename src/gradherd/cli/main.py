@@ -11,9 +11,9 @@ import select
 import sys
 from collections.abc import Sequence
 
-from gradherd.cli.arguments import torchrun_rank
-from gradherd.cli.errors import CommandFailed, UsageError, reason_of
-from gradherd.cli.parser import Command, parse, terminal_width, wrap
+from gradherd.cli.parser import Command, CommandFailed, UsageError, parse, reason_of
+from gradherd.cli.terminal import terminal_width, torchrun_rank, wrap
+from gradherd.lab.text import printable
 
 # Modules by name, not classes: one --help imports one of them.
 COMMANDS = {
@@ -80,19 +80,16 @@ def main(args: Sequence[str] | None = None) -> None:
             sys.exit(1)
         # Another pipe: one to a worker process, or to the server that starts them.
         _fail(1, f"failed: {reason_of(error) or 'Broken pipe'}: a process of ours has ended")
-    # Not a failure of gradherd: sizes are options, so the advice is to lower them.
-    except MemoryError as error:
-        _fail(1, f"out of memory: {_one_line(str(error)) or 'try smaller sizes'}")
-    except OSError as error:  # a disk that is full, a file that is gone: no defect to trace
-        if os.environ.get("GRADHERD_TRACEBACK"):
-            raise
-        _fail(1, f"failed: {_one_line(reason_of(error)) or type(error).__name__}")
     except Exception as error:
         # A traceback tells a user nothing; whoever debugs asks for it.
         if os.environ.get("GRADHERD_TRACEBACK"):
             raise
-        cause = f"{type(error).__name__}: {_one_line(str(error))}"
-        _fail(1, f"failed: {cause} (set GRADHERD_TRACEBACK=1 to see where)")
+        kind = type(error).__name__
+        if isinstance(error, MemoryError):  # sizes are options, so the advice is to lower them
+            _fail(1, f"out of memory: {str(error) or 'try smaller sizes'}")
+        if isinstance(error, OSError):  # a disk that is full, a file that is gone: no defect
+            _fail(1, f"failed: {reason_of(error) or kind}")
+        _fail(1, f"failed: {kind}: {error} (set GRADHERD_TRACEBACK=1 to see where)")
     sys.exit(0)
 
 
@@ -160,26 +157,16 @@ def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
     )
     lines = ["gradherd: distributed PyTorch training in fewer epochs or fewer bytes", ""]
     for name in names:
-        lines += _hanging(f"  gradherd {name}", COMMANDS[name][1], width)
+        left, right = f"  gradherd {name}", COMMANDS[name][1]
+        beside = f"{left:<30} {right}"
+        if len(beside) <= width:
+            lines.append(beside)
+        else:
+            lines += [left, *(f"      {line}" for line in wrap(right, width - 6))]
     return "\n".join([*lines, "", *wrap(end, min(width, 88))])
 
 
-def _hanging(left: str, right: str, width: int) -> list[str]:
-    """Return a name and its description: side by side if there is room for that, else below."""
-    side_by_side = f"{left:<30} {right}"
-    if len(side_by_side) <= width:
-        return [side_by_side]
-    indent = " " * 6
-    return [left, *(indent + line for line in wrap(right, width - len(indent)))]
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
-
-
 def _fail(code: int, message: str) -> None:
-    from gradherd.lab.text import printable
-
     # Under torchrun a wrong call is wrong on every rank: let rank 0 say so. Work may fail on any.
     if code == 1 or torchrun_rank() == 0:
         # The message may quote file names and other input, which may hold control characters.

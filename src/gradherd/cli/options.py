@@ -6,28 +6,29 @@ a check needs beyond names is imported where it is done.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
+import importlib
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from gradherd.cli.arguments import (
-    MAX_PROCESSES,
+from gradherd.cli.parser import (
+    Arg,
+    CommandFailed,
     FolderOption,
-    check_density,
-    check_name,
-    under_torchrun,
+    UsageError,
+    one_of,
+    share,
+    usage_errors,
+    whole,
 )
-from gradherd.cli.errors import CommandFailed, UsageError
-from gradherd.cli.parser import Arg
+from gradherd.cli.terminal import under_torchrun
 from gradherd.lab.tasks.data_files import find_dataset
 from gradherd.lab.train import POWERSGD, ROWS, exchange_names
-from gradherd.lab.train.config import RunSetting, run_settings
+from gradherd.lab.train.config import Exchange, RunSetting, run_settings
 from gradherd.ordering.registry import POLICIES
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.registry import SPARSIFIERS, takes_density
@@ -36,27 +37,22 @@ if TYPE_CHECKING:
     import torch
 
     from gradherd.lab.tasks.task import Task
-    from gradherd.lab.train.config import Exchange, RunConfig
+    from gradherd.lab.train.config import RunConfig
     from gradherd.lab.train.record import RunRecord
 
 # Names in help texts come from the registries: a new method needs no edit here.
 ORDERS = ", ".join(POLICIES)
 METHODS = ", ".join(SPARSIFIERS)
 EXCHANGES = ", ".join(exchange_names())
-IntByTask = Annotated[int | None, Arg(default="the task's")]
-DensityOption = Annotated[float | None, Arg(default=f"{DEFAULT_DENSITY:g}")]
+DensityOption = Annotated[float | None, Arg(default=f"{DEFAULT_DENSITY:g}", parse=share)]
 TaskArgument = Annotated[str, Arg(metavar="TASK", positional=True)]
+MAX_PROCESSES = 256
+"""Most worker processes on one machine. Each takes some 300 MB, and a slip starts thousands."""
+MAX_SEEDS = 10_000
 
 
 def usable_device(name: str) -> torch.device:
-    """Return the device of that name.
-
-    Args:
-        name: cpu, cuda, cuda:1, ...
-
-    Raises:
-        UsageError: It cannot be used on this machine.
-    """
+    """Return the device cpu, cuda, cuda:1 or so; raise UsageError if it cannot be used here."""
     if name.partition(":")[0] not in ("cpu", "cuda"):
         raise UsageError(f"--device must be cpu or cuda, got {name!r}")
     import torch
@@ -116,11 +112,9 @@ else:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingOptions(_RunOptions):
-    """How each run is trained. What you leave out comes from the task.
+    """How each run is trained. What you leave out comes from the task."""
 
-    An option for each setting of `RunConfig`, see `lab.train.config`, and these.
-    """
-
+    # Besides an option for each setting of `RunConfig`.
     data_dir: FolderOption = None
     """Folder to search for data first, before GRADHERD_DATA and the cache folder."""
     out: FolderOption = None
@@ -131,15 +125,15 @@ class TrainingOptions(_RunOptions):
     """Show no progress; so does the environment variable GRADHERD_QUIET=1."""
 
     def checked(self) -> dict[str, Any]:
-        """Return the settings for RunConfig, which checks them; None is the task's value.
-
-        Raises:
-            UsageError: This machine cannot train so.
-        """
+        """Return the settings for RunConfig; raise UsageError if this machine cannot train so."""
         # Checked now: loading data and starting ranks take seconds.
         usable_device(self.device)
-        if self.tensorboard and not _is_installed("tensorboard"):
-            raise UsageError("--tensorboard: tensorboard is not installed: pip install tensorboard")
+        if self.tensorboard:
+            try:
+                importlib.import_module("tensorboard")
+            except ImportError:
+                get = "tensorboard is not installed: pip install tensorboard"
+                raise UsageError(f"--tensorboard: {get}") from None
         names = [name for name in run_settings() if name not in _NO_OPTION]
         settings = {name: getattr(self, name) for name in names}
         for name, word in _NONE.items():
@@ -170,34 +164,12 @@ class TrainingOptions(_RunOptions):
         return {"workers": size}
 
 
-@contextlib.contextmanager
-def naming_options() -> Iterator[None]:
-    """Turn a ValueError of `RunConfig` inside into a UsageError that names the option."""
-    try:
-        yield
-    except ValueError as error:
-        found = re.match(r"(unknown )?(\w+)", str(error))
-        if found is None or found[2] not in run_settings():
-            raise UsageError(str(error)) from None
-        option, rest = f"--{found[2].replace('_', '-')}", str(error)[found.end() :]
-        raise UsageError(f"{option}: unknown{rest}" if found[1] else option + rest) from None
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ValueError:  # sys.modules holds None for it: importing it is blocked
-        return False
-
-
 def named_task(text: str) -> Task:
     """Return the task of that name, or raise UsageError."""
     from gradherd.lab.tasks.registry import find_task
 
-    try:
+    with usage_errors():
         return find_task(text)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
 
 
 def check_data(task: Task, data_dir: Path | None, configs: Sequence[RunConfig] = ()) -> None:
@@ -211,75 +183,59 @@ def check_data(task: Task, data_dir: Path | None, configs: Sequence[RunConfig] =
         data_dir: Folder to search first.
         configs: The settings of runs of the task.
     """
-    for name in task.data:
-        try:
-            find_dataset(name, data_dir)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
-    if not configs:
-        return
     from gradherd.lab.tasks.data_files import DamagedData
-    from gradherd.lab.tasks.task import UnsuitableSettings
     from gradherd.lab.train.runner import check_suitable
 
-    try:
-        check_suitable(configs, data_dir)
-    except UnsuitableSettings as error:
-        raise UsageError(str(error)) from None
-    except DamagedData as error:
-        raise CommandFailed(str(error)) from None
+    with usage_errors():
+        for name in task.data:
+            find_dataset(name, data_dir)
+        try:
+            if configs:
+                check_suitable(configs, data_dir)
+        except DamagedData as error:
+            raise CommandFailed(str(error)) from None
 
 
-def parse_exchanges(option: str, text: str, known: Iterable[str]) -> list[Exchange]:
-    """Split comma-separated sparsifiers, each with a density and local steps of its own if given.
+def exchanges(text: str) -> tuple[Exchange, ...]:
+    """Read sparsifiers, each with a density and local steps of its own if given.
 
     local-4 is dense@4: all coordinates in one bit after every fourth step.
 
-    >>> parse_exchanges("--sparsifiers", "dense,exdyna,exdyna:0.02@30", ["dense", "exdyna"])[2]
+    >>> exchanges("dense,exdyna,exdyna:0.02@30")[2]
     Exchange(sparsify='exdyna', density=0.02, local_steps=30)
     """
-    from gradherd.lab.train.config import Exchange
-
-    known, exchanges = list(known), []
-    for word in filter(None, (word.strip() for word in text.split(","))):
+    found = []
+    for word in filter(None, map(str.strip, text.split(","))):
         # As `gradherd advise` calls it.
         recipe = re.fullmatch(r"local-(\w+)", word)
         rest, at, steps = (f"dense@{recipe[1]}" if recipe else word).partition("@")
-        name, colon, share = rest.partition(":")
-        check_name(option, name, known)
+        name, colon, part = rest.partition(":")
+        one_of(exchange_names())(name)
         try:
-            density = float(share) if colon else None
-            local_steps = int(steps) if at else None
-        except ValueError:
-            raise UsageError(
-                f"{option}: {word!r} is not NAME, NAME:DENSITY, NAME:DENSITY@STEPS or local-STEPS"
+            density, local_steps = share(part) if colon else None, whole(1)(steps) if at else None
+            if density is not None and name == "dense":
+                raise ValueError("has a density, and dense sends all")
+        except ValueError as error:
+            raise ValueError(
+                f"{word!r} {error}; write NAME, NAME:DENSITY, NAME:DENSITY@STEPS or local-STEPS"
             ) from None
-        if density is not None and (name == "dense" or not 0 < density <= 1):
-            raise UsageError(f"{option}: {word!r}: a density is in (0, 1], and dense has none")
-        if local_steps is not None and local_steps < 1:
-            raise UsageError(f"{option}: {word!r}: local steps must be at least 1")
-        exchanges.append(Exchange(name, density, local_steps))
-    if not exchanges:
-        raise UsageError(f"{option} must name at least one of {', '.join(known)}")
+        found.append(Exchange(name, density, local_steps))
+    if not found:
+        raise ValueError(f"must name at least one of {EXCHANGES}")
     # Given twice it would train twice, into the same folder.
-    return list(dict.fromkeys(exchanges))
+    return tuple(dict.fromkeys(found))
 
 
 def density_for(sparsifiers: Sequence[str], density: float | None) -> float | None:
-    """Return the density to train with.
+    """Return the density to train with, or None if nothing is sparsified.
 
     Args:
         sparsifiers: Names of the sparsifiers that will run.
         density: Value of --density; None if it was not given.
 
-    Returns:
-        The density, or None if nothing is sparsified.
-
     Raises:
-        UsageError: The density is out of range, or nothing would use it.
+        UsageError: Nothing would use the density.
     """
-    if density is not None:
-        check_density(density)
     if not any(one == POWERSGD or takes_density(one) for one in sparsifiers):
         if density is not None:
             raise UsageError(f"--density {density} has no effect: nothing is sparsified")

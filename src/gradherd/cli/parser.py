@@ -1,28 +1,27 @@
 """Make the parser of a command from its dataclass; errors are one sentence.
 
 A field of the dataclass is an option: its type says what is accepted, its default what holds
-without it, and the string below it is its help. `Annotated[type, Arg(...)]` says what these cannot.
-A field without a default is a positional argument, and a field that is itself a dataclass is a
-group of options. argparse does the work.
+without it, and the string below it is its help. `Annotated[type, Arg(...)]` says what these cannot:
+above all `parse`, which reads and checks a value, so that a command gets no wrong one. A field that
+is itself a dataclass is a group of options. argparse does the work. Nothing here imports torch.
 """
 
 import argparse
-import ast
+import contextlib
 import dataclasses
-import functools
 import inspect
-import os
-import shutil
-import sys
-import textwrap
+import math
+import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
-from gradherd.cli.errors import UsageError
+from gradherd.cli.terminal import terminal_width, wrap
+from gradherd.lab.text import field_texts
+from gradherd.sparsify.registry import SPARSIFIERS
 
 _KINDS: dict[Any, tuple[str, str]] = {
     int: ("INT", "a whole number"),
@@ -34,16 +33,58 @@ _KINDS: dict[Any, tuple[str, str]] = {
 T = TypeVar("T")
 
 
+class UsageError(ValueError):
+    """The call is wrong (exit code 2): one line with the option, the value and what is allowed."""
+
+
+class CommandFailed(RuntimeError):
+    """The call is right but the work failed (exit code 1): one line that says what happened."""
+
+
+def reason_of(error: Exception) -> str:
+    """Return what an error says to people, without the number of the operating system.
+
+    >>> reason_of(OSError(28, "No space left on device", "out/record.json"))
+    'No space left on device: out/record.json'
+    """
+    if isinstance(error, OSError) and error.strerror:
+        return ": ".join(filter(None, (error.strerror, str(error.filename or ""))))
+    return str(error)
+
+
+@contextlib.contextmanager
+def usage_errors(settings: Collection[str] = ()) -> Iterator[None]:
+    """Turn a ValueError inside into a UsageError: whatever is wrong is wrong with the call.
+
+    Args:
+        settings: Names that are options: one that the error begins with is written as its option.
+    """
+    try:
+        yield
+    except UsageError:
+        raise
+    except ValueError as error:
+        found = re.match(r"(unknown )?(\w+)", str(error))
+        if found is None or found[2] not in settings:
+            raise UsageError(str(error)) from None
+        option, rest = f"--{found[2].replace('_', '-')}", str(error)[found.end() :]
+        raise UsageError(f"{option}: unknown{rest}" if found[1] else option + rest) from None
+
+
 @dataclass(frozen=True)
 class Arg:
-    """What --help says about an option beyond its type, its default and its docstring."""
+    """What a type, a default and the text below a field do not say about an option."""
 
     metavar: str | None = None
     help: str | None = None
-    """Instead of a docstring, which cannot name what a registry holds."""
+    """Instead of the text below the field, which cannot name what a registry holds."""
     default: str | None = None
     """What is said of the default instead of its value; nothing if empty."""
     positional: bool = False
+    parse: Callable[[str], Any] | None = None
+    """Returns the value of a word; raises ValueError with what is wrong with it."""
+    many: bool = False
+    """Whether it can be repeated; so can a tuple without `parse`."""
 
 
 class Command(Protocol):
@@ -54,15 +95,100 @@ class Command(Protocol):
         ...
 
 
-def terminal_width() -> int:
-    """Return how wide help may be: as the terminal; a file or a pipe has no width."""
-    known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return max(30, shutil.get_terminal_size().columns) if known else 1000
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return a reader of whole numbers, none too small or so large that it must be a slip."""
+
+    def read(text: str) -> int:
+        value = _of_kind(int, text)
+        if value < least:
+            raise ValueError(f"must be at least {least}, got {value}")
+        if most is not None and value > most:
+            raise ValueError(f"must be at most {most:,}, got {value}")
+        return int(value)
+
+    return read
 
 
-def wrap(text: str, width: int) -> list[str]:
-    """Break text between words, not at hyphens: all-reduce and --json are one word each."""
-    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+def share(text: str) -> float:
+    """Read a number in (0, 1]."""
+    value = float(_of_kind(float, text))
+    if not 0 < value <= 1:  # also refuses nan
+        raise ValueError(f"must be in (0, 1], got {value}")
+    return value
+
+
+def one_of(known: Iterable[str]) -> Callable[[str], str]:
+    """Return a reader of one of these names."""
+
+    def read(text: str) -> str:
+        if text not in known:
+            moved = SPARSIFIERS.hint(text)
+            raise ValueError(f"unknown {text!r}; choose from {', '.join(known)}{moved}")
+        return text
+
+    return read
+
+
+def some_of(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    """Return a reader of names that are separated by commas; one given twice counts once.
+
+    >>> some_of(["d-rr", "cd-grab"])("d-rr, cd-grab,d-rr")
+    ('d-rr', 'cd-grab')
+    """
+
+    def read(text: str) -> tuple[str, ...]:
+        names = list(filter(None, map(str.strip, text.split(","))))
+        if not names:
+            raise ValueError(f"must name at least one of {', '.join(known)}")
+        # A name given twice would train twice, into the same folder.
+        return tuple(dict.fromkeys(map(one_of(known), names)))
+
+    return read
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Read positive whole numbers that are separated by commas.
+
+    >>> counts("4, 1e6")
+    (4, 1000000)
+    """
+    found = []
+    for word in filter(None, map(str.strip, text.split(","))):
+        try:
+            value = float(word)
+        except ValueError:
+            value = 0
+        # 1e400 parses as infinity, which int() refuses with an OverflowError.
+        if not math.isfinite(value) or value < 1 or value != int(value):
+            raise ValueError(f"{word!r} is not a positive whole number")
+        if value > 2**53:  # larger floats are not exact
+            raise ValueError(f"{word!r} is too large")
+        found.append(int(value))
+    if not found:
+        raise ValueError(f"must name at least one number, got {text!r}")
+    return tuple(found)
+
+
+def one_count(text: str) -> int:
+    """Read a positive whole number, which may be written 2e6."""
+    first, *more = counts(text)
+    if more:
+        raise ValueError(f"must be one number, got {text!r}")
+    return first
+
+
+Count = Annotated[int, Arg(parse=whole(1))]
+Counts = Annotated[tuple[int, ...], Arg(metavar="N,N", parse=counts)]
+Density = Annotated[float, Arg(parse=share)]
+FolderOption = Annotated[Path | None, Arg(metavar="DIR")]
+FileArgument = Annotated[Path, Arg(metavar="FILE", positional=True)]
+
+
+def _of_kind(kind: Any, text: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise ValueError(f"must be {_KINDS[kind][1]}, got {text!r}") from None
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -88,8 +214,8 @@ def parse(command: type[T], prog: str, words: Sequence[str]) -> T:
         UsageError: What is wrong, with which value.
         SystemExit: With code 0, after help was asked for and printed.
     """
-    positionals = _positionals(command)
-    names = [f"[{one.metavar} ...]" if one.many else one.metavar for one in positionals]
+    options = [one for one in _options(command) if isinstance(one, _Option) and one.arg.positional]
+    names = [f"[{one.metavar} ...]" if one.many else one.metavar for one in options]
     parser = argparse.ArgumentParser(
         prog=prog,
         description=_description(command),
@@ -102,12 +228,12 @@ def parse(command: type[T], prog: str, words: Sequence[str]) -> T:
     try:
         values, rest = parser.parse_known_intermixed_args(list(words))
     except argparse.ArgumentError as error:
-        colon = "" if error.message.startswith("must be") else ":"
+        colon = "" if error.message.startswith("must ") else ":"
         wrong = f"{error.argument_name}{colon} {error.message}"
         raise UsageError(f"{wrong} (see {prog} --help)") from None
     if rest:
         raise UsageError(f"there is no option or argument {rest[0]} here (see {prog} --help)")
-    for one in positionals:
+    for one in options:
         if getattr(values, one.name) is MISSING:
             raise UsageError(f"{one.metavar} is missing: {one.help} (see {prog} --help)")
     return _filled(command, values)
@@ -117,124 +243,87 @@ def parse(command: type[T], prog: str, words: Sequence[str]) -> T:
 class _Option:
     name: str
     kind: Any
-    """int, float, str, Path, bool or a Literal."""
+    """int, float, str, Path, bool or a Literal; whatever `arg.parse` returns if there is one."""
     many: bool
+    """Whether it can be repeated."""
     default: Any
-    positional: bool
-    metavar: str
-    help: str
+    arg: Arg
+    text: str
+    """What is below the field."""
+
+    @property
+    def metavar(self) -> str:
+        if self.arg.metavar is not None:
+            return self.arg.metavar
+        choices = typing.get_args(self.kind)
+        return f"{{{','.join(choices)}}}" if choices else _KINDS[self.kind][0]
+
+    @property
+    def help(self) -> str:
+        text = self.text if self.arg.help is None else self.arg.help
+        shown = self.arg.default
+        if shown is None and self.kind is not bool and self.default not in (MISSING, None, (), ""):
+            several = isinstance(self.default, tuple)
+            shown = ",".join(map(str, self.default)) if several else str(self.default)
+        return f"{text} (default: {shown})" if shown else text
 
     def convert(self, text: str) -> Any:
         """Return the value of a word; argparse puts the name of the option before the error."""
-        if typing.get_origin(self.kind) is Literal:
-            choices = typing.get_args(self.kind)
-            if text in choices:
-                return text
-            allowed = f"one of {', '.join(choices)}"
-        else:
-            try:
-                return self.kind(text)
-            except ValueError:
-                allowed = _KINDS[self.kind][1]
-        raise argparse.ArgumentTypeError(f"must be {allowed}, got {text!r}")
+        choices = typing.get_args(self.kind)
+        try:
+            if self.arg.parse is not None:
+                return self.arg.parse(text)
+            if not choices:
+                return _of_kind(self.kind, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        if text not in choices:
+            raise argparse.ArgumentTypeError(f"must be one of {', '.join(choices)}, got {text!r}")
+        return text
 
     def add_to(self, group: Any) -> None:
         """Declare this option to argparse."""
-        default = list(self.default) if self.many else self.default
-        shown = {"default": default, "help": self.help.replace("%", "%%")}
+        flag = f"--{self.name.replace('_', '-')}"
+        shown: dict[str, Any] = {"default": self.default, "help": self.help.replace("%", "%%")}
         if self.kind is bool:
-            group.add_argument(f"--{self.name.replace('_', '-')}", action="store_true", **shown)
+            group.add_argument(flag, action="store_true", **shown)
             return
         shown |= {"type": self.convert, "metavar": self.metavar}
-        if self.positional:
-            group.add_argument(self.name, nargs="*" if self.many else "?", **shown)
+        if self.many:
+            shown |= {"nargs": "*", "default": []}
+        if self.arg.positional:
+            group.add_argument(self.name, **{"nargs": "?", **shown})
         else:
-            many = {"nargs": "*", "action": "extend"} if self.many else {}
-            group.add_argument(f"--{self.name.replace('_', '-')}", **many, **shown)
+            group.add_argument(flag, **shown, **({"action": "extend"} if self.many else {}))
+
+
+def _options(command: type) -> Iterator["_Option | tuple[str, type]"]:
+    """Yield the options of a dataclass; for a group of options its name and its dataclass."""
+    hints, texts = typing.get_type_hints(command, include_extras=True), field_texts(command)
+    for field in dataclasses.fields(command):
+        kind, arg = hints[field.name], Arg()
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            yield field.name, kind
+            continue
+        if typing.get_origin(kind) is Annotated:
+            kind, arg = typing.get_args(kind)
+        if typing.get_origin(kind) in (typing.Union, types.UnionType):
+            kind = next(one for one in typing.get_args(kind) if one is not type(None))
+        many = arg.many
+        if typing.get_origin(kind) is tuple and arg.parse is None:
+            kind, many = typing.get_args(kind)[0], True
+        yield _Option(field.name, kind, many, field.default, arg, texts.get(field.name, ""))
 
 
 def _add_options(group: Any, command: type) -> None:
-    for field, hint in _fields(command):
-        if _is_group(hint):
-            # Its docstring tells what the options have in common.
-            about = "\n".join(wrap(str(inspect.getdoc(hint)), terminal_width() - 2))
-            _add_options(group.add_argument_group(f"{field.name} options", about), hint)
+    for one in _options(command):
+        if isinstance(one, _Option):
+            one.add_to(group)
         else:
-            _option(command, field, hint).add_to(group)
-
-
-def _fields(command: type) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
-    hints = typing.get_type_hints(command, include_extras=True)
-    for field in dataclasses.fields(command):
-        yield field, hints[field.name]
-
-
-def _is_group(hint: Any) -> bool:
-    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
-
-
-def _positionals(command: type) -> list[_Option]:
-    plain = [one for one in _fields(command) if not _is_group(one[1])]
-    return [one for one in (_option(command, *each) for each in plain) if one.positional]
-
-
-def _option(command: type, field: dataclasses.Field[Any], hint: Any) -> _Option:
-    arg = Arg()
-    if typing.get_origin(hint) is typing.Annotated:
-        hint, *notes = typing.get_args(hint)
-        arg = next(note for note in notes if isinstance(note, Arg))
-    kind, many = _plain(hint)
-    if typing.get_origin(kind) is Literal:
-        metavar = f"{{{','.join(typing.get_args(kind))}}}"
-    else:
-        metavar = _KINDS[kind][0] if kind is not bool else ""
-    text = _docs(command).get(field.name, "") if arg.help is None else arg.help
-    default = field.default
-    if arg.default is not None:
-        text += f" (default: {arg.default})" if arg.default else ""
-    elif default not in (MISSING, None, (), "") and kind is not bool:
-        text += f" (default: {default})"
-    return _Option(
-        name=field.name,
-        kind=kind,
-        many=many,
-        default=default,
-        positional=arg.positional,
-        metavar=arg.metavar or metavar,
-        help=text,
-    )
-
-
-def _plain(hint: Any) -> tuple[Any, bool]:
-    """Return the type of one value, and whether there may be several: int and True of tuple[int].
-
-    >>> _plain(int | None), _plain(tuple[Path, ...]) == (Path, True)
-    ((<class 'int'>, False), True)
-    """
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        hint = next(one for one in typing.get_args(hint) if one is not type(None))
-    if typing.get_origin(hint) is tuple:
-        return typing.get_args(hint)[0], True
-    return hint, False
-
-
-@functools.cache
-def _docs(command: type) -> dict[str, str]:
-    """Return the strings below the fields of a dataclass, by the names of the fields."""
-    docs: dict[str, str] = {}
-    for kind in reversed(command.__mro__):
-        if not dataclasses.is_dataclass(kind):
-            continue
-        try:
-            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-        except OSError:  # installed without its source: options without help still work
-            continue
-        assert isinstance(tree, ast.ClassDef)
-        for node, below in zip(tree.body, tree.body[1:], strict=False):
-            if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
-                text = ast.literal_eval(below.value)
-                docs[ast.unparse(node.target)] = " ".join(text.split())
-    return docs
+            # Its docstring tells what the options have in common.
+            name, kind = one
+            about = "\n".join(wrap(str(inspect.getdoc(kind)), terminal_width() - 2))
+            _add_options(group.add_argument_group(f"{name} options", about), kind)
 
 
 def _description(command: type) -> str:
@@ -252,10 +341,10 @@ def _description(command: type) -> str:
 def _filled(command: type[T], values: argparse.Namespace) -> T:
     """Return the dataclass with what was parsed."""
     filled: dict[str, Any] = {}
-    for field, hint in _fields(command):
-        if _is_group(hint):
-            filled[field.name] = _filled(hint, values)
+    for one in _options(command):
+        if isinstance(one, _Option):
+            value = getattr(values, one.name)
+            filled[one.name] = tuple(value) if isinstance(value, list) else value
         else:
-            value = getattr(values, field.name)
-            filled[field.name] = tuple(value) if isinstance(value, list) else value
+            filled[one[0]] = _filled(one[1], values)
     return command(**filled)

@@ -1,7 +1,8 @@
-"""Progress of everything that takes long, on stderr: a bar on a terminal, lines elsewhere.
+"""Progress of everything that takes long, as one line on stderr.
 
-Lines are for logs (CI, nohup, a batch system). They become rarer the longer a command takes, and a
-command that takes seconds prints none.
+On a terminal the line is replaced in place, and erased at the end. Elsewhere it is for logs (CI,
+nohup, a batch system): lines become rarer the longer a command takes, and a command that takes
+seconds prints none.
 """
 
 import contextlib
@@ -10,19 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from rich.console import Console
-from rich.markup import escape, render
-from rich.progress import (
-    BarColumn,
-    Progress,
-    ProgressColumn,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Column
-
+from gradherd.cli.terminal import terminal_width
 from gradherd.lab.study.kinds import PlannedRun, StudyProgress
 from gradherd.lab.text import in_seconds, printable
 from gradherd.lab.train.config import RunConfig
@@ -31,8 +20,9 @@ _FIRST_LINE = 10.0
 """Seconds until the first line, and at least between two lines."""
 _LINES_PER_TIME = 10
 """After T seconds, lines are T / 10 seconds apart: a night prints less than a hundred."""
-_LEAST_WIDTH_OF_BAR = 80
-"""Columns of a terminal below which percent and time left take the room of the bar."""
+_REDRAW = 0.1
+"""Seconds between two changes of the line on a terminal."""
+_BAR = 20
 QUIET = "GRADHERD_QUIET"
 """Environment variable that turns progress off, as --quiet does."""
 
@@ -56,114 +46,106 @@ class ProgressBar(StudyProgress):
             study_runs: Number of runs of a study; None for a training, where `begin` passes it.
             quiet: Show nothing, as all ranks but the first.
         """
-        # On stderr: stdout belongs to the result, which may be piped into a program.
-        console = Console(stderr=True)
-        self._bar = Progress(
-            *_columns(console.width),
-            console=console,
-            # Erased when done, so that a terminal ends with the result alone.
-            transient=True,
-            # A log file would fill up with control characters.
-            disable=quiet or not console.is_terminal,
-        )
-        # Steps are known only once the data are loaded; until then the bar pulses.
-        self._task = self._bar.add_task("", total=None, loss="")
+        self._quiet, self._on_terminal = quiet, sys.stderr.isatty()
         self._is_study = study_runs is not None
         self._runs, self._started = study_runs or 0, 0
-        self._prints_lines = not quiet and not console.is_terminal
-        self._begin = self._last_line = time.monotonic()
+        self._begin = self._shown = time.monotonic()
+        self.start("", None)
+
+    def start(self, name: str, total: int | None) -> None:
+        """Start from nothing; without a total there is neither a share nor a time left."""
+        self._name, self._total, self._loss = name, total, ""
+        self._done, self._since = 0, time.monotonic()
+        if self._on_terminal and name:
+            self._draw()
 
     def __enter__(self) -> "ProgressBar":
-        self._bar.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._bar.stop()
+        if self._on_terminal and not self._quiet:
+            # Erased, so that a terminal ends with the result alone.
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     def begin(self, runs: int, steps: int) -> None:
         """Start a bar of `steps` steps."""
         if not self._is_study:
             self._runs = runs
-        # Reset, not updated: the time left is estimated from the steps since then.
-        self._bar.reset(self._task, total=steps)
-
-    def begin_loop(self, total: int, unit: str) -> None:
-        """Start a bar of `total` iterations."""
-        one = unit.removesuffix("s") if total == 1 else unit
-        for column in self._bar.columns:
-            if isinstance(column, BarColumn):  # with neither run nor loss to name, there is room
-                column.bar_width = 40
-        self._bar.reset(self._task, total=total, description=f"{total} {one}")
+        self.start(self._name, steps)
 
     def group(self, configs: Sequence[RunConfig]) -> None:
         """Name the runs of a training that start now."""
         if not self._is_study:  # a study has named them by their arms
-            text = self._next_runs(_run_name(configs[0]), len(configs))
-            # The loss shown is the last run's; a new one has none yet.
-            self._bar.update(self._task, description=text, loss="")
+            one = configs[0]
+            sparse = "" if one.density is None else f" + {one.exchange} {one.density:g}"
+            self._name = self._next_runs(f"{one.order}{sparse}, seed {one.seed}", len(configs))
+            self._loss = ""  # that of the runs before
 
     def begin_batch(self, batch: Sequence[PlannedRun]) -> None:
         """Name the runs of a study that start now."""
-        text = self._next_runs(f"{batch[0].arm}, seed {batch[0].seed}", len(batch))
-        self._bar.reset(self._task, total=None, description=text, loss="")
+        self.start(self._next_runs(f"{batch[0].arm}, seed {batch[0].seed}", len(batch)), None)
 
     def begin_parallel(self, runs: int, jobs: int) -> None:
         """Count finished runs instead of steps, for runs in several processes."""
         # Steps happen in other processes, which report only a finished run.
-        text = f"{runs} runs, {jobs} at a time"
-        self._bar.reset(self._task, total=runs, description=text, loss="")
+        self.start(f"{runs} runs, {jobs} at a time", runs)
 
     def step(self, steps: int = 1) -> None:
         """Advance the bar."""
-        self._bar.advance(self._task, steps)
-        if self._prints_lines:
-            self._print_line()
+        self._done += steps
+        self._show()
+
+    def at(self, name: str, done: int, total: int | None) -> None:
+        """Show how much of something is done; start anew for another name."""
+        if name != self._name:
+            self.start(name, total)
+        self.step(done - self._done)
 
     def epoch(self, number: int, losses: list[float | None]) -> None:
         """Show the loss after an epoch; of several runs, that of the last one."""
         loss = "not finite" if losses[-1] is None else f"{losses[-1]:.4g}"
-        self._bar.update(self._task, loss=f"epoch {number}, loss {loss}")
+        self._loss = f"epoch {number}, loss {loss}"
 
-    def _print_line(self) -> None:
-        """Print how far the work is, if the last line is long ago."""
+    def _line(self, width: int = 1000) -> str:
+        """Return what is done, how much of it, its loss and the time left; no number is cut."""
+        parts = [self._loss]
+        if self._total and self._done:  # steps are known once the data are loaded
+            left = (time.monotonic() - self._since) * (self._total / self._done - 1)
+            share = f"{100 * self._done / self._total:.0f} %"
+            parts = [share, self._loss, f"{in_seconds(left)} left"]
+        rest = "".join(f", {part}" for part in parts if part)
+        return printable(self._name, max(1, width - len(rest))) + rest
+
+    def _show(self) -> None:
+        """Show the line, unless it was shown a moment ago."""
         now = time.monotonic()
-        if now - self._last_line < max(_FIRST_LINE, (now - self._begin) / _LINES_PER_TIME):
+        rare = max(_FIRST_LINE, (now - self._begin) / _LINES_PER_TIME)
+        if self._quiet or now - self._shown < (_REDRAW if self._on_terminal else rare):
             return
-        self._last_line = now
-        (task,) = self._bar.tasks
-        left = task.time_remaining
-        parts = [
-            render(task.description).plain,
-            # No total yet: steps are known only once the data are loaded.
-            "" if task.total is None else f"{task.percentage:.0f} %",
-            task.fields["loss"],
-            "" if left is None else f"{in_seconds(left)} left",
-        ]
-        print(f"gradherd: {printable(', '.join(filter(None, parts)))}", file=sys.stderr, flush=True)
+        self._shown = now
+        if self._on_terminal:
+            self._draw()
+        else:
+            print(f"gradherd: {self._line()}", file=sys.stderr, flush=True)
+
+    def _draw(self) -> None:
+        """Replace the line on the terminal, with a bar if there is room for it."""
+        if self._quiet:
+            return
+        width = terminal_width(sys.stderr) - 1
+        text = self._line(width)
+        if self._total and len(text) + _BAR + 1 <= width:
+            full = min(_BAR, round(_BAR * self._done / self._total))
+            text = f"{'#' * full}{'.' * (_BAR - full)} {text}"
+        print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
 
     def _next_runs(self, first: str, count: int) -> str:
         """Describe the next `count` runs, e.g. "run 3 of 6: cd-grab, seed 0"."""
         number, self._started = self._started + 1, self._started + count
         if self._runs == 1:  # nothing to count, and a narrow terminal needs the room
-            return escape(first)
+            return first
         span = f"{number}" if count == 1 else f"{number}-{self._started}"
-        return f"run {span} of {self._runs}: {escape(first) if count == 1 else 'side by side'}"
-
-
-def _columns(width: int) -> list[ProgressColumn]:
-    """Return the parts of a bar for a terminal of this width, which never cut a number."""
-    # Only the text may be broken, into lines; rich would cut the other parts with an ellipsis.
-    text = TextColumn("{task.description}  {task.fields[loss]}", table_column=Column())
-    percent = TaskProgressColumn()
-    left = [TimeRemainingColumn(table_column=Column(no_wrap=True)), TextColumn("left")]
-    if width < _LEAST_WIDTH_OF_BAR:
-        return [text, percent, *left]
-    bar = BarColumn(min(40, width - 70), table_column=Column(no_wrap=True))
-    # At 80 columns, run and loss fit one line without the time that has passed.
-    if width < 100:
-        return [text, bar, percent, *left]
-    elapsed = [TextColumn("after"), TimeElapsedColumn(table_column=Column(no_wrap=True))]
-    return [text, bar, percent, *elapsed, TextColumn("·"), *left]
+        return f"run {span} of {self._runs}: {first if count == 1 else 'side by side'}"
 
 
 @contextlib.contextmanager
@@ -175,10 +157,5 @@ def counted_loop(total: int, unit: str) -> Iterator[Callable[[], None]]:
         unit: What an iteration is, in the plural, e.g. "rounds".
     """
     with ProgressBar(quiet=is_quiet(False)) as bar:
-        bar.begin_loop(total, unit)
+        bar.start(f"{total} {unit.removesuffix('s') if total == 1 else unit}", total)
         yield bar.step
-
-
-def _run_name(config: RunConfig) -> str:
-    sparse = "" if config.density is None else f" + {config.exchange} {config.density:g}"
-    return f"{config.order}{sparse}, seed {config.seed}"

@@ -7,21 +7,18 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from rich.console import Console
-from rich.table import Table
-
-from gradherd.cli.arguments import (
+from gradherd.cli.options import METHODS, ORDERS
+from gradherd.cli.parser import (
+    Arg,
+    Density,
     FileArgument,
     FolderOption,
-    check_at_least,
-    check_density,
-    check_name,
-    print_json,
+    UsageError,
+    one_of,
+    usage_errors,
+    whole,
 )
-from gradherd.cli.errors import UsageError
-from gradherd.cli.options import METHODS, ORDERS
-from gradherd.cli.parser import Arg
-from gradherd.cli.tables import print_sentence, print_table
+from gradherd.cli.terminal import print_json, print_table, say
 from gradherd.ordering.registry import POLICIES, SIGN_RULES, make_policy
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY, ValueFormat
 from gradherd.sparsify.registry import (
@@ -54,36 +51,35 @@ class ReplayOrderCommand:
 
     file: FileArgument
     """Array (workers, units, dim) in numpy's .npy format."""
-    order: Annotated[str, Arg(help=f"Policy, one of: {ORDERS}.")] = "cd-grab"
-    rounds: int = 10
+    order: Annotated[str, Arg(help=f"Policy, one of: {ORDERS}.", parse=one_of(POLICIES))] = (
+        "cd-grab"
+    )
+    rounds: Annotated[int, Arg(parse=whole(0))] = 10
     """Number of rounds in which the policy reorders."""
     start: Literal["identity", "random"] = "identity"
     """First order: as in the file (identity) or random."""
     signs: Annotated[
-        str, Arg(help=f"Sign rule of the balancing policies, one of: {', '.join(SIGN_RULES)}.")
+        str,
+        Arg(
+            help=f"Sign rule of the balancing policies, one of: {', '.join(SIGN_RULES)}.",
+            parse=one_of(SIGN_RULES),
+        ),
     ] = "greedy"
-    seed: int = 0
+    seed: Annotated[int, Arg(parse=whole(0))] = 0
     """Seed of all random choices."""
     json: bool = False
     """Print {"order", "bounds": [H0..HR], "orders": [[unit ids] per worker]}."""
 
     def run(self) -> None:
         """Replay the file."""
-        check_name("--order", self.order, POLICIES)
-        check_name("--signs", self.signs, SIGN_RULES)
         # A setting without effect is refused, not ignored.
         if self.signs != "greedy" and not make_policy(self.order).needs_rows:
             raise UsageError(f"--signs {self.signs!r} has no effect: {self.order} uses no signs")
-        check_at_least("--rounds", self.rounds, 0)
-        check_at_least("--seed", self.seed, 0)
         from gradherd.cli.progress import counted_loop
         from gradherd.replay.recorded import load_vectors, replay_order
 
-        try:
-            # Whatever is wrong with the file is wrong with the call: exit code 2.
+        with usage_errors():
             vectors = load_vectors(self.file)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
         with counted_loop(self.rounds, "rounds") as advance:
             result = replay_order(
                 vectors,
@@ -99,17 +95,14 @@ class ReplayOrderCommand:
         if self.json:
             print_json({"order": self.order, "bounds": result.bounds, "orders": result.orders})
             return
-        console = Console()
         for number, bound in enumerate(result.bounds):
             label = "start" if number == 0 else f"round {number}"
-            console.print(f"{label:>9}  H = {bound:.6g}")
+            print(f"{label:>9}  H = {bound:.6g}")
         for worker, order in enumerate(result.orders[:_SHOWN_WORKERS]):
             head = " ".join(map(str, order[:_SHOWN_UNITS]))
-            more = " ..." if len(order) > _SHOWN_UNITS else ""
-            print_sentence(f"worker {worker}: {head}{more}", console)
-        if len(result.orders) > _SHOWN_WORKERS:
-            hidden = len(result.orders) - _SHOWN_WORKERS
-            console.print(f"... and {hidden} more workers (--json prints all of them)")
+            say(f"worker {worker}: {head}{' ...' * (len(order) > _SHOWN_UNITS)}")
+        if workers > _SHOWN_WORKERS:
+            say(f"... and {workers - _SHOWN_WORKERS} more workers (--json prints all of them)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,15 +122,17 @@ class ReplaySparsifyCommand:
 
     file: FileArgument
     """Array (steps, workers, dim) in numpy's .npy format."""
-    method: Annotated[str, Arg(help=f"Sparsifier, one of: {METHODS}.")] = "exdyna"
-    density: float = DEFAULT_DENSITY
+    method: Annotated[
+        str, Arg(help=f"Sparsifier, one of: {METHODS}.", parse=one_of(SPARSIFIERS))
+    ] = "exdyna"
+    density: Density = DEFAULT_DENSITY
     """Share of the elements to send, in (0, 1]; dense sends all."""
     threshold: Annotated[Literal["consensus", "online"] | None, Arg(default="consensus")] = None
     """For methods that select by a threshold: agree on one in each step (consensus), or adjust it
     a little after each step as in the papers (online)."""
     values: ValueFormat = "fp32"
     """Precision of the values sent; what is rounded off stays in the residual."""
-    local_steps: Annotated[int, Arg(metavar="H", default="none")] = 1
+    local_steps: Annotated[int, Arg(metavar="H", default="none", parse=whole(1))] = 1
     """Exchange the sum of H gradients at every H-th step, as local steps of SGD would; residuals
     shrink by 0.95 each time, as in training."""
     out: FolderOption = None
@@ -153,7 +148,7 @@ class ReplaySparsifyCommand:
         from gradherd.sparsify.local import LocalSteps
 
         settings = self._settings()
-        try:
+        with usage_errors():
             # Mapped, not read: the file may be larger than memory.
             gradients = open_array(self.file, ("steps", "workers", "dim"))
             with counted_loop(len(gradients), "steps") as advance:
@@ -165,8 +160,6 @@ class ReplaySparsifyCommand:
                     out=self.out,
                     progress=advance,
                 )
-        except ValueError as error:
-            raise UsageError(str(error)) from None
         count, workers, _ = gradients.shape
         if workers > count:
             read = f"{count} steps of {workers} workers"
@@ -180,12 +173,8 @@ class ReplaySparsifyCommand:
             self._print(steps, gradients.shape, density)
 
     def _settings(self) -> Sparsify:
-        check_name("--method", self.method, SPARSIFIERS)
-        check_density(self.density)
-        check_at_least("--local-steps", self.local_steps, 1)
-        takes_threshold = "threshold" in setting_names(self.method)
         # A setting without effect is refused, not ignored.
-        if self.threshold is not None and not takes_threshold:
+        if self.threshold is not None and "threshold" not in setting_names(self.method):
             methods = [name for name in SPARSIFIERS if "threshold" in setting_names(name)]
             raise UsageError(
                 f"--threshold {self.threshold} has no effect with --method {self.method}: use it "
@@ -214,11 +203,6 @@ class ReplaySparsifyCommand:
         mean = {
             key: statistics.fmean(step[key] for step in steps) for key in ("density", "padding")
         }
-        table = Table(
-            title=f"{self.method}, density {density:g}: {count} steps of {workers} workers, "
-            f"{dim:,} elements" + (f", {len(steps)} exchanges" if self.local_steps > 1 else ""),
-            show_header=False,
-        )
         rows = {
             "mean density": f"{mean['density']:.6g}",
             "mean deviation from the target density": f"{100 * statistics.fmean(errors):.2f} %",
@@ -230,12 +214,11 @@ class ReplaySparsifyCommand:
         if dense_bytes:  # one worker sends nothing, dense or not
             share = 100 * sent_bytes / dense_bytes
             rows["... relative to a dense exchange"] = f"{share:.3f} %"
-        for label, value in rows.items():
-            table.add_row(label, value)
-        print_table(table)
+        title = f"{self.method}, density {density:g}: {count} steps of {workers} workers, "
+        title += f"{dim:,} elements" + f", {len(steps)} exchanges" * (self.local_steps > 1)
+        print_table(list(rows.items()), title=title)
         if self.out is not None:
-            # A path is copied whole, so the terminal breaks it.
-            Console().print(f"wrote mean.npy and residual.npy to {self.out}", soft_wrap=True)
+            print(f"wrote mean.npy and residual.npy to {self.out}")
 
 
 def _warn_of_axes(read: str, other: str, command: str) -> None:

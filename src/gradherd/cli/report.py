@@ -1,4 +1,8 @@
-"""`gradherd report`: compare recorded runs and write a page about them."""
+"""`gradherd report`: compare recorded runs and write a page about them.
+
+`gradherd.lab.report` is imported inside functions: it needs optional packages and takes seconds to
+load.
+"""
 
 import os
 import sys
@@ -6,13 +10,24 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from gradherd.cli.arguments import print_json
-from gradherd.cli.errors import UsageError
-from gradherd.cli.parser import Arg
+from gradherd.cli.parser import Arg, UsageError, usage_errors
+from gradherd.cli.terminal import MARKS, print_json, print_table, say
 from gradherd.lab.text import counted
 
+if TYPE_CHECKING:
+    from gradherd.lab.report.comparison import Comparison
+
+_SHORT_HEADINGS = {
+    "arm": "arm",
+    "seeds": "seeds",
+    "final loss": "final loss",
+    "epochs to baseline's final loss": "epochs to it",
+    "total seconds": "seconds",
+    "total bytes": "bytes",
+}
+"""Columns of a comparison that fit a terminal, and their headings there; the page has them all."""
 _POLL = 1.0
 """Seconds between two looks at the records."""
 _RELOAD = 5
@@ -58,19 +73,15 @@ class ReportCommand:
             # Now if it was given, since reading many records takes a while. The default is checked
             # after the folders, whose own errors say more.
             _check_out(out)
-        # Late, for the sake of --help: these import scipy and jinja2.
-        from gradherd.cli.tables import print_comparison
         from gradherd.lab.report.arms import find_records
         from gradherd.lab.report.comparison import compare_all
         from gradherd.lab.report.comparison_table import comparison_json
         from gradherd.lab.report.page import write_report
 
-        try:
+        with usage_errors():
             paths_and_records = find_records(self.folders)
             records = [record for _, record in paths_and_records]
             comparisons = compare_all(records)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
         _check_out(out)
         write_report(records, out, files=[str(path) for path, _ in paths_and_records])
         if self.json:
@@ -137,3 +148,36 @@ def _check_out(out: Path) -> None:
         raise UsageError(f"--out {out}: there is no folder {out.parent}")
     if not os.access(out.parent, os.W_OK):
         raise UsageError(f"--out {out}: the folder {out.parent} cannot be written to")
+
+
+def print_comparison(comparison: "Comparison", page: Path | None) -> None:
+    """Print the table of a comparison, its notes and verdicts, and where the page is.
+
+    Args:
+        comparison: The comparison.
+        page: The HTML page about it; None if there is none yet.
+    """
+    from gradherd.lab.report.comparison_table import comparison_table
+    from gradherd.lab.report.verdicts import all_verdicts, multiple_testing_note
+
+    full = comparison_table(comparison)
+    # The metric is named by the task, so it cannot be in the table above.
+    headings = {**_SHORT_HEADINGS, comparison.metric_name: comparison.metric_name}
+    columns = [index for index, name in enumerate(full.columns) if name in headings]
+    print_table(
+        [[row[at].text + "*" * row[at].best for at in columns] for row in full.rows],
+        [headings[full.columns[at]] for at in columns],
+        title=f"{comparison.task}: {comparison.description}",
+        caption=f"epochs to it: until the final loss of {comparison.baseline.label}, the baseline; "
+        "*: best mean",
+    )
+    for note in comparison.notes:
+        say(note, mark="note:", mark_style="yellow")
+    for verdict in all_verdicts(comparison):
+        mark, colour = MARKS[verdict.tone]
+        say(verdict.headline, mark=mark, mark_style=colour)
+    if (warning := multiple_testing_note(comparison)) is not None:
+        say(f"{warning} Intervals and p values are in the report and in --json.", "dim")
+    if page is not None:
+        # A path is copied whole, so the terminal breaks it.
+        print(f"report: {page}")

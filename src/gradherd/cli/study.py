@@ -13,15 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from gradherd.cli.arguments import (
+from gradherd.cli.options import check_data, named_task, usable_device
+from gradherd.cli.parser import (
+    Arg,
+    CommandFailed,
+    Count,
     FileArgument,
     FolderOption,
-    check_at_least,
-    print_json,
+    UsageError,
+    usage_errors,
 )
-from gradherd.cli.errors import CommandFailed, UsageError
-from gradherd.cli.options import check_data, named_task, usable_device
-from gradherd.cli.parser import Arg
+from gradherd.cli.terminal import print_json, print_table
 from gradherd.lab.text import counted
 
 # Imported by the functions that need them: these import torch, and --help must not wait for it.
@@ -61,7 +63,7 @@ class StudyCommand:
     """Show what would be run and what is there already; run nothing."""
     device: str | None = None
     """cpu or cuda; by default what the file says."""
-    jobs: int = 1
+    jobs: Count = 1
     """Number of runs at a time, each in its own process; on a CPU use its number of cores."""
     stop_after: Annotated[float | None, Arg(metavar="MINUTES")] = None
     """Begin no run after this time, and stop those under way after their epoch: what they have is
@@ -76,7 +78,6 @@ class StudyCommand:
 
     def run(self) -> None:
         """Read the file, run what is missing, and print the verdicts."""
-        check_at_least("--jobs", self.jobs, 1)
         if self.stop_after is not None and not 0 < self.stop_after < math.inf:
             raise UsageError(f"--stop-after must be above 0 minutes, got {self.stop_after:g}")
         if self.device is not None:
@@ -86,15 +87,13 @@ class StudyCommand:
         from gradherd.lab.study.results import read_arms
         from gradherd.lab.study.run import missing_runs, plan_runs, store_results
 
-        try:
+        with usage_errors():
             study = read_study(self.file)
             planned = plan_runs(study, self.only, self.seeds)
             _check_reportable(study)
             out = RESULTS / study.name if self.out is None else self.out
             results = read_arms(out, dict.fromkeys(run.arm for run in planned))
             todo = missing_runs(planned, results)
-        except ValueError as error:
-            raise UsageError(str(error)) from None
         # Studies share arms (a baseline, say): what one of them has measured need not run again.
         reused = self._reusable(study, todo)
         reused_keys = {(result.arm, result.seed) for result in reused}
@@ -181,12 +180,11 @@ class StudyCommand:
     def _print_result(
         self, study: Study, out: Path, runs: list[dict[str, Any]], skipped: int, left: int
     ) -> None:
-        from gradherd.cli.tables import claims_json, print_claims
-
         verdicts = _verdicts(study, out)
         if self.json:
             result = {"study": study.name, "kind": study.kind, "out": str(out), "runs": runs}
-            print_json({**result, "skipped": skipped, "claims": claims_json(verdicts)})
+            claims = [{"id": v.claim.id, "verdict": v.verdict, "ours": v.ours} for v in verdicts]
+            print_json({**result, "skipped": skipped, "claims": claims})
             return
         print_claims(verdicts)
         diverged = sum(run["status"] == "diverged" for run in runs)
@@ -206,19 +204,18 @@ class StudyCommand:
             result = {"study": study.name, "kind": study.kind, "left": left_over}
             print_json({**result, "skipped": skipped})
             return
-        from rich.markup import escape
-        from rich.table import Table
-
-        from gradherd.cli.tables import print_table
-
-        table = Table(title=escape(study.title))
-        for name in ("arm", "seeds with results", "seeds to run"):
-            table.add_column(name)
+        rows = []
         for arm in dict.fromkeys(run.arm for run in planned):
             missing = [run.seed for run in todo if run.arm == arm]
             done = [run.seed for run in planned if run.arm == arm and run.seed not in missing]
-            table.add_row(escape(arm), " ".join(map(str, done)), " ".join(map(str, missing)))
-        print_table(table)
+            rows.append((arm, " ".join(map(str, done)), " ".join(map(str, missing))))
+        print_table(rows, ("arm", "seeds with results", "seeds to run"), title=study.title)
+
+
+def print_claims(verdicts: Sequence[ClaimVerdict]) -> None:
+    """Print one line per verdict on a claim."""
+    for verdict in verdicts:
+        print(f"{verdict.verdict:16}  {verdict.claim.id}: {verdict.ours}")
 
 
 def _check_reportable(study: Study) -> None:

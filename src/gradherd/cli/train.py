@@ -6,8 +6,6 @@ import signal
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
-from gradherd.cli.arguments import check_at_least, check_name, print_json, torchrun_rank
-from gradherd.cli.errors import UsageError
 from gradherd.cli.options import (
     EXCHANGES,
     ORDERS,
@@ -17,17 +15,17 @@ from gradherd.cli.options import (
     check_data,
     density_for,
     named_task,
-    naming_options,
     warn_of_divergence,
 )
-from gradherd.cli.parser import Arg
+from gradherd.cli.parser import Arg, UsageError, one_of, usage_errors, whole
+from gradherd.cli.terminal import print_json, print_table, torchrun_rank
 from gradherd.lab.train import exchange_names
+from gradherd.lab.train.config import RunConfig, run_settings, sparse_recipe
 from gradherd.ordering.registry import POLICIES
 
 # Imported by the functions that need them: these import torch, and --help must not wait for it.
 if TYPE_CHECKING:
     from gradherd.lab.train.record import RunRecord
-    from gradherd.lab.train.runner import CheckpointOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,17 +43,25 @@ class TrainCommand:
 
     task: TaskArgument
     """Name of a task, or path/to/file.py:ClassName."""
-    order: Annotated[str, Arg(help=f"Order of examples, one of: {ORDERS}.")] = "d-rr"
-    sparsify: Annotated[str, Arg(help=f"How gradients are exchanged, one of: {EXCHANGES}.")] = (
-        "dense"
-    )
+    order: Annotated[
+        str, Arg(help=f"Order of examples, one of: {ORDERS}.", parse=one_of(POLICIES))
+    ] = "d-rr"
+    sparsify: Annotated[
+        str,
+        Arg(
+            help=f"How gradients are exchanged, one of: {EXCHANGES}.",
+            parse=one_of(exchange_names()),
+        ),
+    ] = "dense"
     density: DensityOption = None
     """Share of the gradient that a sparsifier should send, in (0, 1]."""
     local_steps: Annotated[int | None, Arg(metavar="H", default="none")] = None
     """Let workers take H steps on their own, then exchange what these have changed."""
     seed: int = 0
     """Seed of the model and the order."""
-    checkpoint_every: Annotated[int | None, Arg(metavar="STEPS", default="once a minute")] = None
+    checkpoint_every: Annotated[
+        int | None, Arg(metavar="STEPS", default="once a minute", parse=whole(1))
+    ] = None
     """Save a checkpoint every so many steps; the last two are kept."""
     resume: bool = False
     """Continue from the newest intact checkpoint in --out; start from scratch if there is none."""
@@ -67,15 +73,9 @@ class TrainCommand:
 
     def run(self) -> None:
         """Train."""
-        check_name("--order", self.order, POLICIES)
-        check_name("--sparsify", self.sparsify, exchange_names())
         density = density_for([self.sparsify], self.density)
-        from gradherd.cli.folders import finished_record, output_folder, telling_survivors
-        from gradherd.cli.launch import train_runs
-        from gradherd.lab.train.config import RunConfig, sparse_recipe
-
         task, settings = named_task(self.task), self.training.checked()
-        with naming_options():
+        with usage_errors(run_settings()):
             config = RunConfig.of(
                 self.task,
                 task.defaults,
@@ -89,7 +89,13 @@ class TrainCommand:
         if self.training.lr is None and self.training.momentum is None:
             config = sparse_recipe(config)
         check_data(task, self.training.data_dir, [config])
-        saving = self._saving()
+        if config.virtual and (self.resume or self.checkpoint_every is not None):
+            raise UsageError("--virtual runs are not saved: drop --resume and --checkpoint-every")
+        from gradherd.cli.folders import finished_record, output_folder, telling_survivors
+        from gradherd.cli.launch import train_runs
+        from gradherd.lab.train.runner import CheckpointOptions
+
+        saving = CheckpointOptions(every=self.checkpoint_every, resume=self.resume)
         with output_folder(self.training.out, f"train-{task.name}", resume=self.resume) as out:
             # A finished run is reported again, not trained again: scripts can repeat the same
             # command.
@@ -104,17 +110,6 @@ class TrainCommand:
             # What a shell reports for a process that SIGTERM has ended: a scheduler then knows that
             # the run is not complete.
             raise SystemExit(128 + signal.SIGTERM)
-
-    def _saving(self) -> CheckpointOptions:
-        if self.checkpoint_every is not None:
-            check_at_least("--checkpoint-every", self.checkpoint_every, 1)
-        if self.training.virtual and (self.resume or self.checkpoint_every is not None):
-            raise UsageError("--virtual runs are not saved: drop --resume and --checkpoint-every")
-        if self.resume and self.training.out is None:
-            raise UsageError("--resume needs --out, the folder of the run to continue")
-        from gradherd.lab.train.runner import CheckpointOptions
-
-        return CheckpointOptions(every=self.checkpoint_every, resume=self.resume)
 
     def _print(self, record: RunRecord, out: str) -> None:
         last = record.epochs[-1] if record.epochs else None
@@ -135,13 +130,7 @@ class TrainCommand:
         if self.json:
             print_json(result)
             return
-        from rich.markup import escape
-        from rich.table import Table
-
-        from gradherd.cli.tables import print_table
-
-        table = Table(title=escape(f"{record.task}: {record.description}"), show_header=False)
-        for label, value in (
+        rows = [
             ("status", record.status),
             ("epochs", str(len(record.epochs))),
             ("train loss", _change(record.start_loss, result["final_loss"])),
@@ -149,9 +138,8 @@ class TrainCommand:
             ("seconds of training", f"{result['seconds']:.1f}"),
             ("bytes sent per worker", f"{result['bytes']:,}"),
             ("written to", out),
-        ):
-            table.add_row(escape(label), escape(value))
-        print_table(table)
+        ]
+        print_table(rows, title=f"{record.task}: {record.description}")
 
 
 def _change(start: float | None, end: float | None) -> str:

@@ -4,7 +4,11 @@ Every room of the lab and the command line format through here, so that a number
 a table, on a page and on the terminal, and one sanitiser guards all of them.
 """
 
+import ast
+import functools
+import inspect
 import math
+import textwrap
 from collections.abc import Collection
 
 MINUS = "\N{MINUS SIGN}"
@@ -15,7 +19,7 @@ def printable(text: object, max_length: int | None = None) -> str:
 
     Names come from files and may hold anything: a terminal must not execute escape sequences, a
     message must stay one line, and a page must be able to hold the text. Markup is not escaped
-    here: what renders the text (rich, jinja2, SVG) does that by its own rules.
+    here: what renders the text (jinja2, SVG) does that by its own rules.
 
     Args:
         text: Anything; its `str` is used.
@@ -184,3 +188,19 @@ def check_known(what: str, name: str, allowed: Collection[str]) -> None:
         quoted = any(", " in one for one in allowed)
         known = ", ".join(repr(one) if quoted else one for one in allowed)
         raise ValueError(f"unknown {what} {name!r}; known are {known}")
+
+
+@functools.cache
+def field_texts(cls: type) -> dict[str, str]:
+    """Return the text below each field of a class and of those it inherits from, by field."""
+    texts = {}
+    for one in reversed(cls.__mro__[:-1]):
+        try:
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(one))).body
+        except OSError:  # Made at run time, or installed without its source: no text.
+            continue
+        assert isinstance(tree, ast.ClassDef)
+        for field, below in zip(tree.body, tree.body[1:], strict=False):
+            if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                texts[ast.unparse(field.target)] = " ".join(ast.literal_eval(below.value).split())
+    return texts

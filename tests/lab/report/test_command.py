@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from gradherd.cli.main import main
-from gradherd.cli.tables import print_comparison
+from gradherd.cli.report import print_comparison
 from gradherd.lab.report.comparison import compare
 from gradherd.lab.train.record import write_record
 from tests.lab.report.sample_records import hostile, orders, record, sparsifiers
@@ -38,7 +38,7 @@ def test_table_verdicts_and_page(capsys, tmp_path, monkeypatch):
     assert (code, err) == (0, "")
     assert all(arm in out for arm in ("d-rr", "always-plus", "cd-grab", "exdyna 0.01"))
     assert all(figure in out for figure in ("0.0268 ± 0.0023*", "97.81 ± 0.26 ", "9.36 MB*"))
-    assert " arm " in out  # a table, which fits
+    assert "\narm " in out  # a table, which fits
     assert "+ cd-grab: better than d-rr, whose final loss it reaches after 10 epochs" in out
     assert "exdyna 0.01: no difference from dense shown" in out and "interval " not in out
     assert "corrected by Holm's method" in out

@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
-from gradherd.cli.errors import UsageError
 from gradherd.cli.main import main
+from gradherd.cli.parser import UsageError
 
 SMALL = """
 kind = "compare"

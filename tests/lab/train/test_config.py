@@ -7,6 +7,7 @@ import math
 import pytest
 
 from gradherd.cli.options import TrainingOptions
+from gradherd.lab import text
 from gradherd.lab.study.kinds import CompareStudy
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Defaults
@@ -124,7 +125,8 @@ def test_settings_without_a_source_have_no_text(monkeypatch):
     def gone(cls):
         raise OSError("could not get source code")
 
-    monkeypatch.setattr(config.inspect, "getsource", gone)
+    monkeypatch.setattr(text.inspect, "getsource", gone)
+    monkeypatch.setattr(config, "field_texts", text.field_texts.__wrapped__)
     found = config.run_settings.__wrapped__()
     assert list(found) == list(run_settings()) and {one.help for one in found.values()} == {""}
 

@@ -13,9 +13,7 @@ the setting, which the command line turns into the option's.
 No torch is imported until a run is checked: `gradherd train --help` reads this module.
 """
 
-import ast
 import dataclasses
-import inspect
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -35,7 +33,7 @@ from typing import (
 )
 
 from gradherd.lab.tasks.defaults import Defaults, Hyperparameters
-from gradherd.lab.text import check_known
+from gradherd.lab.text import check_known, field_texts
 from gradherd.lab.train import POWERSGD, ROWS, exchange_names
 from gradherd.ordering.registry import POLICIES
 
@@ -370,10 +368,7 @@ def run_settings() -> dict[str, RunSetting]:
     RunSetting(name='optimizer', types=(<class 'str'>,), choices=('sgd', 'adamw'), default='sgd', \
 by_task=True, help='Optimizer.')
     """
-    hints, texts = (
-        get_type_hints(RunConfig),
-        _field_texts(Hyperparameters) | _field_texts(RunConfig),
-    )
+    hints, texts = get_type_hints(RunConfig), field_texts(RunConfig)
     by_task = {field.name for field in dataclasses.fields(Hyperparameters)}
     settings = {}
     for field in dataclasses.fields(RunConfig):
@@ -389,21 +384,6 @@ by_task=True, help='Optimizer.')
             field.name, types, choices, default, field.name in by_task, texts.get(field.name, "")
         )
     return settings
-
-
-def _field_texts(cls: type) -> dict[str, str]:
-    """Return the text below each field of a class, read from its source."""
-    try:
-        (tree,) = ast.parse(inspect.getsource(cls)).body
-    except OSError:  # A frozen program has no source: its options have no text.
-        return {}
-    assert isinstance(tree, ast.ClassDef)
-    texts = {}
-    for field, below in zip(tree.body, tree.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-            assert isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-            texts[field.target.id] = " ".join(str(below.value.value).split())
-    return texts
 
 
 def _check_json(method: Mapping[str, Any]) -> None:
