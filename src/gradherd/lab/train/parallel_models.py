@@ -56,7 +56,7 @@ class ParallelModel:
     ) -> None:
         """Load what `state` returned; with another number of ranks, `own` is empty."""
         self.whole.load_state_dict(shared["model"])
-        optimizer.load_state_dict(own.get("optimizer", shared["optimizer"]))
+        optimizer.load_state_dict(shared["optimizer"])
 
 
 def make_parallel_model(model: nn.Module, config: RunConfig, world: World) -> ParallelModel:
@@ -154,11 +154,6 @@ class LocalModel(ParallelModel):
         """Attach gradherd, which counts the steps of the optimizer."""
         rows, local = self._config.row_choice(), self._config.local()
         return attach(self.module, order=order, optimizer=optimizer, local=local, rows=rows)
-
-    def state(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return rank 0's model, and each rank's optimizer; weights of ranks are the herd's."""
-        shared, _ = super().state(optimizer)
-        return shared, {"optimizer": shared["optimizer"]}
 
 
 class ShardedModel(ParallelModel):
