@@ -126,32 +126,34 @@ def test_prefix_sums_of_long_epochs_and_rows_are_a_lower_bound(monkeypatch):
     monkeypatch.setattr(bounds, "_PREFIXES", 5)
     monkeypatch.setattr(bounds, "_COLUMNS", 7)
     rows = torch.randn(23, 20, generator=torch.Generator().manual_seed(3))
-    sums = bounds.PrefixSums(23)
+    sums = bounds.HerdingWatch(23)
     for first in range(0, 23, 4):
         part = rows[first : first + 4].unsqueeze(1)
         sums.add(first, part, torch.ones(len(part), 1, dtype=torch.bool))
     centred = (rows.double() - rows.double().mean(0)).cumsum(0)
     kept = centred[4::5][:, torch.arange(7) * 20 // 7]
-    assert float(sums.bound()) == pytest.approx(float(kept.abs().max()))
-    assert float(sums.bound()) <= herding_bound(rows, torch.arange(23)) + 1e-9
+    sums.end(complete=True)
+    assert float(sums.last) == pytest.approx(float(kept.abs().max()))
+    assert float(sums.last) <= herding_bound(rows, torch.arange(23)) + 1e-9
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_gpu():
     from gradherd.hooks.row_stats import RowFigures
-    from gradherd.ordering.bounds import PrefixSums
+    from gradherd.ordering.bounds import HerdingWatch
 
     rows, seen = torch.randn(8, 1, 5000, device="cuda"), torch.ones(8, 1, dtype=torch.bool)
-    figures, sums = RowFigures(unit=1), PrefixSums(16)
+    figures, sums = RowFigures(unit=1), HerdingWatch(16)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in (0, 8):
             figures.add(rows[:, 0])
             sums.add(step, rows, seen)
+        sums.end(complete=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert figures.scalars().keys() >= {"row_norm_p50"} and float(sums.bound()) > 0
+    assert figures.scalars().keys() >= {"row_norm_p50"} and float(sums.last) > 0
 
 
 def test_rows_that_nobody_holds_are_refused():

@@ -1,35 +1,16 @@
 """A herd in the form that torch.distributed.checkpoint (DCP) saves and loads."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from gradherd.comm.world import World
 from gradherd.hooks.exchange import ShardedExchange
 from gradherd.hooks.state import merge_states, pack, unpack
 
-
-class Saveable(Protocol):
-    """What has a state on each of several ranks: a `Herd`."""
-
-    @property
-    def world(self) -> World:
-        """Rank of this process, and number of ranks."""
-        ...
-
-    def state_dict(self, *, gather: bool = True) -> dict[str, Any]:
-        """Return this rank's state; on rank 0, those of all ranks if `gather`."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
-        ...
-
-    def load_shared(self, state: Mapping[str, Any]) -> None:
-        """Continue from the part of a state that is equal on all ranks."""
-        ...
+if TYPE_CHECKING:
+    from gradherd.hooks.herd import Herd
 
 
 class HerdState:
@@ -45,7 +26,7 @@ class HerdState:
         dcp.load({"model": ddp, "herd": herd.stateful(saved_by=4)}, checkpoint_id=folder)
     """
 
-    def __init__(self, herd: Saveable, saved_by: int | None = None) -> None:
+    def __init__(self, herd: "Herd", saved_by: int | None = None) -> None:
         """Wrap a herd.
 
         Args:
@@ -112,7 +93,7 @@ class ShardedHerdState:
 
     def __init__(
         self,
-        herd: Saveable,
+        herd: "Herd",
         exchange: ShardedExchange,
         saved_by: tuple[int, int] | int | None = None,
     ) -> None:

@@ -23,6 +23,7 @@ import time
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,86 +47,7 @@ from gradherd.ordering.coordination import StepComparison, observe_slices
 from gradherd.ordering.sampler import OrderedSampler
 
 Release = Callable[[], None]
-
-
-class SliceSigner:
-    """Feeds batches of all workers to the sampler, one after the other, in a background thread."""
-
-    def __init__(self, sampler: OrderedSampler, world: World) -> None:
-        """Make the thread and its group. All ranks must do so at the same point."""
-        self._sampler = sampler
-        # A group of its own for the thread: ranks reach its collectives at different points of
-        # their training step, so on the model's group they could be matched with the wrong ones.
-        self._side = world.side_channel()
-        weakref.finalize(self, self._side.close_side_channel).atexit = False
-        self._thread = BackgroundThread("gradherd-signs")
-        self._in_step = StepComparison(sampler)
-        self.bytes = 0
-        """Bytes that this rank has sent for signs."""
-        self.cpu_seconds = 0.0
-        """CPU time of the thread: its wall time is mostly spent waiting for the training loop."""
-
-    @property
-    def compared_bytes(self) -> int:
-        """Bytes that this rank has sent to compare batches."""
-        return self._in_step.bytes
-
-    def submit(
-        self,
-        rows: Tensor,
-        claim: BatchClaim | None,
-        loss_scale: float,
-        release: Callable[[], None],
-    ) -> None:
-        """Start to sign a batch, after the one before it is done.
-
-        Args:
-            rows: (R, C) columns of every worker's gradient. Scaled in place here; the caller must
-                not write to them until they are released.
-            claim: The units that the gradient belongs to; None if it counts for nothing.
-            loss_scale: What the loss was multiplied by (GradScaler).
-            release: Called in any case, when the rows were read.
-        """
-        # Running sums outlive a change of the scale, so rows must not depend on it.
-        if loss_scale != 1:
-            rows.div_(loss_scale)
-
-        def sign() -> None:
-            begin = time.thread_time()
-            try:
-                learn()
-            finally:
-                release()
-            self.cpu_seconds += time.thread_time() - begin
-
-        def learn() -> None:
-            # Compared in the thread, so that training does not wait for it. A worker's last unit
-            # may have no partner and is not signed then: nobody else would notice that it is not
-            # finite. Workers may have different numbers of units.
-            ordering = self._sampler.ordering
-            last = claim is not None and claim.step + claim.units >= min(ordering.sizes)
-            finite = not last or bool(rows.sum().isfinite())
-            comparison = self._in_step.compare(claim, self._side, finite=finite)
-            if not comparison.same or not comparison.finite:
-                self._in_step.pass_over(claim, comparison)
-            elif claim is not None:
-                script = observe_slices(self._sampler, rows, first=claim.step, release=release)
-                self.bytes += run(script, self._side).bytes
-
-        try:
-            self._thread.submit(sign)
-        except BaseException:  # of the batch before
-            release()
-            raise
-
-    def wait(self) -> None:
-        """Return when the signs of all batches are computed."""
-        self._thread.wait()
-
-    def close(self) -> None:
-        """Stop the thread and close its group."""
-        self._thread.close()
-        self._side.close_side_channel()
+"""Says that slices were read, and may be overwritten."""
 
 
 class SlicedTransport(RowTransport):
@@ -154,7 +76,15 @@ class SlicedTransport(RowTransport):
         self.world = world
         self._spec = FlatSpec.of(model)
         self._device = next(model.parameters()).device
-        self._signer = SliceSigner(sampler, world)
+        # A group of its own for the thread: ranks reach its collectives at different points of
+        # their training step, so on the model's group they could be matched with the wrong ones.
+        self._side = world.side_channel()
+        weakref.finalize(self, self._side.close_side_channel).atexit = False
+        self._thread = BackgroundThread("gradherd-signs")
+        self._in_step = StepComparison(sampler)
+        self._sign_bytes = 0
+        # CPU time of the thread: its wall time is mostly spent waiting for the training loop.
+        self._sign_seconds = 0.0
         self._separate: dict[str, Tensor] = {}  # gradient of a backward that is not averaged alone
         # Counted apart from `total_bytes`, which training would have sent without an order, too.
         self._separate_bytes = 0
@@ -165,12 +95,12 @@ class SlicedTransport(RowTransport):
     @property
     def bytes(self) -> int:
         """Bytes that this rank has sent for ordering alone."""
-        return self._separate_bytes + self._signer.bytes
+        return self._separate_bytes + self._sign_bytes
 
     @property
     def compared_bytes(self) -> int:
         """Bytes that this rank has sent to compare batches."""
-        return self._signer.compared_bytes
+        return self._in_step.bytes
 
     def on_backward(self, began: Callable[[], None]) -> None:
         """Call `began` before the first gradient of each backward."""
@@ -212,7 +142,34 @@ class SlicedTransport(RowTransport):
             rows, release, sent = self._exchange_separately(grads)
             self._separate_bytes += sent
         self._decided = False
-        self._signer.submit(rows, claim, loss_scale, release)
+        # Running sums outlive a change of the scale, so rows must not depend on it.
+        if loss_scale != 1:
+            rows.div_(loss_scale)
+        try:
+            self._thread.submit(partial(self._sign, rows, claim, release))
+        except BaseException:  # of the batch before
+            release()
+            raise
+
+    def _sign(self, rows: Tensor, claim: BatchClaim | None, release: Release) -> None:
+        """Learn from (R, C) columns of every worker's gradient, in the thread."""
+        begin = time.thread_time()
+        try:
+            # Compared in the thread, so that training does not wait for it. A worker's last unit
+            # may have no partner and is not signed then: nobody else would notice that it is not
+            # finite. Workers may have different numbers of units.
+            sizes = self._sampler.ordering.sizes
+            last = claim is not None and claim.step + claim.units >= min(sizes)
+            finite = not last or bool(rows.sum().isfinite())
+            comparison = self._in_step.compare(claim, self._side, finite=finite)
+            if not comparison.same or not comparison.finite:
+                self._in_step.pass_over(claim, comparison)
+            elif claim is not None:
+                script = observe_slices(self._sampler, rows, first=claim.step, release=release)
+                self._sign_bytes += run(script, self._side).bytes
+        finally:
+            release()
+        self._sign_seconds += time.thread_time() - begin
 
     def by_index(self) -> None:
         """Refuse batches that are given by their examples.
@@ -236,20 +193,21 @@ class SlicedTransport(RowTransport):
 
     def wait(self) -> None:
         """Return when the signs of all batches are computed."""
-        self._signer.wait()
+        self._thread.wait()
 
     def metrics(self) -> dict[str, Any]:
         """Return what averaging gradients has cost."""
         return {
             "exchange_seconds": self.stopwatch.seconds,
-            "signs_cpu_seconds": self._signer.cpu_seconds,
+            "signs_cpu_seconds": self._sign_seconds,
             "total_bytes": self.total_bytes,
         }
 
     def close(self) -> None:
         """Remove the hooks, stop the thread and close its group."""
         self._hooks.remove()
-        self._signer.close()
+        self._thread.close()
+        self._side.close_side_channel()
 
     def ordering_state(self) -> dict[str, Any]:
         """Return the state of the ordering with the columns of all ranks. All ranks must call it.
@@ -374,7 +332,7 @@ class CoordinatedHook(SlicedTransport, BucketHook):
             return
         # The thread writes what is converted here. All ranks get here in the same step, since DDP
         # rebuilds its buckets on all ranks alike, so they can gather.
-        self._signer.wait()
+        self._thread.wait()
         old, self.layout = self.layout, layout
         self._sampler.ordering.map_columns(
             lambda row: layout.columns(old.gather(row, self.world), self.world)

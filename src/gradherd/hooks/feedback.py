@@ -25,10 +25,11 @@ from gradherd.comm.collectives import all_gather
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.flat import FlatSpec
 from gradherd.hooks.parameter_usage import remove_after
-from gradherd.hooks.row_stats import RowWatch
+from gradherd.hooks.row_stats import RowFigures
 from gradherd.hooks.state import check_row_length
 from gradherd.hooks.transports import CountingTransport, GatheringTransport, RowTransport
 from gradherd.ordering.batches import BatchTicket
+from gradherd.ordering.bounds import HerdingWatch
 from gradherd.ordering.coordination import check_same_version
 from gradherd.ordering.sampler import Feeder, OrderedSampler
 from gradherd.rows.forward_replay import ModelHook, UncopiedHook, skip_on_replay
@@ -91,7 +92,7 @@ class OrderFeedback(Feeder):
         self._fed_back = 0  # examples, in all
         self._indices: list[int] | None = None
         self._by_index = False
-        self._watch: RowWatch | None = None
+        self._figures: RowFigures | None = None
         # An exchange has to know of every forward, so its graph is broken there. Without one, a
         # compiled forward need not tell: the backward asks for its batch.
         quiet = isinstance(transport, GatheringTransport | CountingTransport)
@@ -256,15 +257,25 @@ class OrderFeedback(Feeder):
         """Whether this rank reads whole rows of its own batches."""
         return isinstance(self._transport, GatheringTransport)
 
-    def watch(self) -> RowWatch:
-        """Return what is known of rows; the first call has them measured from then on."""
-        if self._watch is None:
+    def figures(self) -> RowFigures:
+        """Return those of the last batches; the first call has rows measured from then on."""
+        if self._figures is None:
             self.before_reading()  # a thread may be learning
-            self._watch = RowWatch(self.sampler)
+            self._figures, ordering = RowFigures(self.sampler.unit), self.sampler.ordering
+            # An order without gradients has no prefix sums to watch.
+            if ordering.policy.needs_rows:
+                ordering.watch = HerdingWatch(ordering.length)
             # Slices of gradients (whole batches of several ranks) have no rows of one rank.
             if isinstance(self._transport, GatheringTransport):
-                self._transport.measure(self._watch.figures)
-        return self._watch
+                self._transport.figures = self._figures
+        return self._figures
+
+    def row_scalars(self) -> dict[str, float]:
+        """Return what is known of rows so far, and have them measured from now on."""
+        scalars, watch = self.figures().scalars(), self.sampler.ordering.watch
+        if watch is not None and watch.last is not None:
+            scalars["herding_bound"] = float(watch.last)
+        return scalars
 
     def state_dict(self) -> dict[str, Any]:
         """Return what determines later orders, the same on all ranks. All must call it."""
@@ -301,8 +312,7 @@ class OrderFeedback(Feeder):
             )
         finally:  # also after a rank has failed: nothing of this must stay in the model
             self._transport.close()
-            if self._watch is not None:
-                self._watch.close()
+            self.sampler.ordering.watch = None
             for handle in self._handles:
                 handle.remove()
             self.sampler.fed_by(None)

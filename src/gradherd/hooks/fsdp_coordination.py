@@ -117,7 +117,7 @@ class ShardedCoordination(SlicedTransport):
         size, (blocks, self._blocks) = self.world.size, (self._blocks, [])
         assert blocks, "every backward that coordinates ends with a reduce-scatter"
         wide = torch.promote_types(blocks[0][1].dtype, torch.float32)
-        self._signer.wait()  # for the batch before, which is in the same memory
+        self._thread.wait()  # for the batch before, which is in the same memory
         rows = self._rows
         if rows is None or rows.dtype != wide:
             device = blocks[0][1].device

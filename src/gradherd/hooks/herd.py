@@ -173,7 +173,7 @@ class Herd:
                 "rows_stats() needs the rows of this rank: order by gradients, and on several "
                 "ranks by single examples (unit=1) or with rows='sketch'"
             )
-        return feedback.watch().figures.last
+        return feedback.figures().last
 
     def scalars(self, *, rows: bool = False) -> dict[str, float]:
         """Return the metrics that are scalars, for any logger, with the prefix "herd/".
@@ -191,7 +191,7 @@ class Herd:
         """
         metrics = self.metrics()
         if rows and self._feedback is not None:
-            metrics |= self._feedback.watch().scalars()
+            metrics |= self._feedback.row_scalars()
         return {
             f"herd/{name}": float(value)
             for name, value in metrics.items()

@@ -1,4 +1,4 @@
-"""What rows tell beside an order: norms, the gradient noise scale, and an epoch's herding bound.
+"""What the rows of a batch tell beside an order: their norms, and the gradient noise scale.
 
 Shapes: U rows of a batch, each the mean gradient of `unit` examples, D columns.
 """
@@ -8,9 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from gradherd.ordering.bounds import HerdingWatch
-from gradherd.ordering.sampler import OrderedSampler
 
 QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 """Quantiles of the norms that are logged, by the end of their name."""
@@ -44,6 +41,9 @@ class RowStats:
 def row_stats(rows: Tensor, unit: int) -> RowStats:
     """Return the figures of a batch, without a wait for the device.
 
+    A mean over b examples has the expected square |G|^2 + tr(Sigma) / b. Two sizes of b, one row
+    and the whole batch, give unbiased estimates of both (arXiv:1812.06162, appendix A.1).
+
     Args:
         rows: (U, D).
         unit: Examples of a row.
@@ -54,33 +54,14 @@ def row_stats(rows: Tensor, unit: int) -> RowStats:
     """
     rows = rows.detach().float()
     squares, of_mean = rows.square().sum(1), rows.mean(0).square().sum()
-    signal, noise = signal_and_noise(squares, of_mean, unit)
-    return RowStats(squares.sqrt(), signal, noise)
-
-
-def signal_and_noise(squares: Tensor, of_mean: Tensor, unit: int) -> tuple[Tensor, Tensor]:
-    """Return unbiased estimates of |G|^2 and tr(Sigma), arXiv:1812.06162, appendix A.1.
-
-    A mean over b examples has the expected square |G|^2 + tr(Sigma) / b. Here are two sizes of b:
-    one row, and the whole batch.
-
-    Args:
-        squares: (U,) squared norms of the rows.
-        of_mean: () squared norm of their mean.
-        unit: Examples of a row.
-
-    Returns:
-        Two () tensors; NaN with fewer than two rows.
-    """
-    count = len(squares)
-    if count < 2:
+    if len(rows) < 2:
         nan = torch.full_like(of_mean, torch.nan)
-        return nan, nan
-    small, big = unit, unit * count
+        return RowStats(squares.sqrt(), nan, nan)
+    small, big = unit, unit * len(rows)
     of_rows = squares.mean()
     signal = (big * of_mean - small * of_rows) / (big - small)
     noise = (of_rows - of_mean) / (1 / small - 1 / big)
-    return signal, noise
+    return RowStats(squares.sqrt(), signal, noise)
 
 
 class RowFigures:
@@ -117,31 +98,3 @@ class RowFigures:
         names = [*(f"row_norm_{name}" for name in QUANTILES), "noise_scale"]
         # Batches of one row have no noise scale, and loggers stumble over NaN.
         return {k: v for k, v in zip(names, values, strict=True) if math.isfinite(v)}
-
-
-class RowWatch:
-    """What is known of an order's rows: figures of the last batch, and of the last epoch."""
-
-    def __init__(self, sampler: OrderedSampler) -> None:
-        """Watch what the sampler learns from, from its next epoch on.
-
-        Args:
-            sampler: The sampler.
-        """
-        self.figures = RowFigures(sampler.unit)
-        self._ordering = sampler.ordering
-        self._epochs = HerdingWatch(sampler.ordering.length)
-        # An order without gradients has no prefix sums to watch.
-        if sampler.ordering.policy.needs_rows:
-            sampler.ordering.watch = self._epochs
-
-    def scalars(self) -> dict[str, float]:
-        """Return what can be logged so far."""
-        scalars = self.figures.scalars()
-        if self._epochs.last is not None:
-            scalars["herding_bound"] = float(self._epochs.last.bound())
-        return scalars
-
-    def close(self) -> None:
-        """Leave the sampler as it was."""
-        self._ordering.watch = None

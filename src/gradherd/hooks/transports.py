@@ -163,7 +163,8 @@ class GatheringTransport(RowTransport):
         )
         self._epoch_gatherer: EpochGatherer | None = None
         self._in_step = StepComparison(sampler)
-        self._figures: RowFigures | None = None
+        self.figures: RowFigures | None = None
+        """What measures the rows of each batch, if somebody wants to know."""
         self._alone = world.size == 1
 
     @property
@@ -189,10 +190,6 @@ class GatheringTransport(RowTransport):
         """Have the source read gradients before they are stepped away."""
         self._source.stepped_in_backward()
 
-    def measure(self, figures: RowFigures) -> None:
-        """Have the rows of all batches from the next one on measured."""
-        self._figures = figures
-
     def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
         """Feed back a row for each unit of the batch."""
         if self._epoch_gatherer is None and not self._alone:
@@ -209,8 +206,8 @@ class GatheringTransport(RowTransport):
             return
         self._check(claim)
         rows = self._source.take(claim.examples, loss_scale)
-        if self._figures is not None:
-            self._figures.add(rows)
+        if self.figures is not None:
+            self.figures.add(rows)
         if self._epoch_gatherer is not None:
             self._epoch_gatherer.add(rows, claim)
             return

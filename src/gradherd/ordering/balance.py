@@ -54,11 +54,8 @@ MOST = 64
 """Vectors of a block that kernels sign: the (P, P) products of more do not fit into registers."""
 KERNEL_DEVICES = {"cuda"}
 """Where kernels run; tests add the CPU, on which Triton interprets them."""
-# On the CPU a Gram block pays off only for short vectors: its arithmetic grows with the block
-# size, while the loop reads each vector once. `gradherd bench signs` measures both.
-_BLOCK_COLUMNS = 512
-# On a GPU (H200) it pays off from a few vectors on. Without Triton only up to the length at which
-# a library's product of few, very long rows falls behind.
+# On a GPU (H200) a Gram block pays off from a few vectors on. Without Triton only up to the length
+# at which a library's product of few, very long rows falls behind.
 FEW_VECTORS, _GPU_COLUMNS = 8, 4_000_000
 # Vectors of one message between ranks that hold columns: more would send more products than rows.
 _SHARED_BLOCK = 32
@@ -128,8 +125,8 @@ def balance(given: Unsigned) -> Signed:
     # The choice depends on shapes and device only, which are equal on all ranks. The forms round
     # differently, so ranks that chose differently could end up with different orders.
     streams, count, columns = given.vectors.shape
-    if given.vectors.device.type == "cpu":
-        use_blocks, block = streams < _MANY_STREAMS and columns <= _BLOCK_COLUMNS, 64
+    if given.vectors.device.type == "cpu":  # no sync to save: the loop reads each vector once
+        use_blocks, block = False, 1
     elif fast_form(given.vectors, given.running):
         use_blocks, block = streams * count >= FEW_VECTORS, MOST
     else:  # One block: the host sync dominates, until the products do.
@@ -242,49 +239,9 @@ def block_gram(given: Unsigned, block: int = 64) -> Signed:
     if fast and isinstance(given.rule, Greedy):
         signs, total = fast.balance_greedy(given.vectors, given.running, min(block, MOST))
         return Signed(signs.cpu(), total, given.carry)
-    if given.vectors.device.type != "cpu":
-        script = blocks(given._replace(running=given.running.clone()), block=block)
-        signed: Signed = run(script, World.single()).value
-        return signed
-    # On the CPU there is no sync to save, so streams run one by one: each works on one (P, D)
-    # block, and numpy's lower call overhead counts.
-    z, totals, draws = given.vectors.numpy(), given.running.numpy().copy(), given.draws
-    found, carry = np.zeros(z.shape[:2], dtype=np.int8), given.carry.copy()
-    for w in range(len(z)):
-        found[w], carry[:, w] = _blocks_of_stream(
-            z[w], totals[w], given.rule, draws[w], carry[:, w], block
-        )
-    return Signed(torch.from_numpy(found), torch.from_numpy(totals), carry)
-
-
-def _blocks_of_stream(
-    vectors: FloatArray,
-    total: FloatArray,
-    rule: SignRule,
-    draws: Floats,
-    carry: Floats,
-    block: int,
-) -> tuple[SignArray, Floats]:
-    """Sign one stream of (P, D) vectors on the CPU; add into `total` (D,)."""
-    signs, carry = np.zeros(len(vectors), dtype=np.int8), carry[:, np.newaxis]
-    for start in range(0, len(vectors), block):
-        span = slice(start, start + block)
-        z, finite = vectors[span], None
-        with np.errstate(invalid="ignore", over="ignore"):
-            gram = z @ z.T
-        # The trace is the sum of the squared norms: one scalar tells whether all is finite. A
-        # vector that is not is replaced by zeros, since 0 * inf would still be nan below.
-        if not math.isfinite(gram.trace()):
-            finite = np.isfinite(gram.diagonal())
-            z = np.where(finite[:, np.newaxis], z, 0)
-            gram = z @ z.T
-        # The recursion adds up to P terms of alternating sign to each entry: in float64.
-        inner = (z @ total)[np.newaxis].astype(np.float64, copy=False)
-        gram = gram[np.newaxis].astype(np.float64, copy=False)
-        block_signs, carry = signs_from_products(inner, gram, rule, draws[np.newaxis, span], carry)
-        signs[span] = block_signs[0] if finite is None else block_signs[0] * finite
-        total += signs[span].astype(z.dtype) @ z
-    return signs, carry[:, 0]
+    script = blocks(given._replace(running=given.running.clone()), block=block)
+    signed: Signed = run(script, World.single()).value
+    return signed
 
 
 def blocks(

@@ -17,9 +17,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.utils.data import DataLoader
+
+if TYPE_CHECKING:
+    from gradherd.ordering.sampler import OrderedSampler
 
 _REMEMBERED_PASSES = 4
 _REMEMBERED_BATCHES = 64
@@ -385,28 +388,10 @@ def has_workers() -> bool:
     return any(process.daemon for process in multiprocessing.active_children())
 
 
-class Followable(Protocol):
-    """A sampler, as far as a named loop needs it."""
-
-    @property
-    def batch_size(self) -> int:
-        """Examples in a batch."""
-        ...
-
-    @property
-    def examples(self) -> int:
-        """Examples in the data set."""
-        ...
-
-    def follow(self, count: LoopCount) -> None:
-        """Let a loop count what it receives."""
-        ...
-
-
 class FollowedLoader:
     """A loader that fetches ahead, and tells the sampler which batch the loop has received."""
 
-    def __init__(self, loader: Any, sampler: Followable) -> None:
+    def __init__(self, loader: Any, sampler: "OrderedSampler") -> None:
         """Wrap a loader.
 
         Args:
@@ -432,7 +417,7 @@ class FollowedLoader:
 class FollowedIterator(Iterator[Any]):
     """Iterates over batches, and counts for the sampler how many the loop has received."""
 
-    def __init__(self, begin: Callable[[], Iterator[Any]], sampler: Followable) -> None:
+    def __init__(self, begin: Callable[[], Iterator[Any]], sampler: "OrderedSampler") -> None:
         """Begin a loop.
 
         Args:
@@ -457,7 +442,7 @@ class FollowedIterator(Iterator[Any]):
         return getattr(self.__dict__["_batches"], name)
 
 
-def check_followed(loader: Any, sampler: Followable) -> None:
+def check_followed(loader: Any, sampler: "OrderedSampler") -> None:
     """Raise ValueError if a loader's batches are not those of the sampler, as far as it tells."""
     if not getattr(loader, "in_order", True):
         raise ValueError(
@@ -482,7 +467,7 @@ def check_followed(loader: Any, sampler: Followable) -> None:
         raise ValueError(misfit)
 
 
-def _misfit(batch_size: Any, dataset: Any, sampler: Followable) -> str | None:
+def _misfit(batch_size: Any, dataset: Any, sampler: "OrderedSampler") -> str | None:
     """Say what of a loader does not fit the sampler; None if nothing is known."""
     if isinstance(batch_size, int) and batch_size != sampler.batch_size:
         return (
@@ -490,20 +475,20 @@ def _misfit(batch_size: Any, dataset: Any, sampler: Followable) -> str | None:
             f"batch_size={sampler.batch_size}: give both the same"
         )
     count = _count(dataset, sampler)
-    if count != sampler.examples:
+    if count != sampler.sharding.examples:
         return (
             f"the loader's data set has {count} examples, but the sampler's has "
-            f"{sampler.examples}: give both the same"
+            f"{sampler.sharding.examples}: give both the same"
         )
     return None
 
 
-def _count(dataset: Any, sampler: Followable) -> int:
+def _count(dataset: Any, sampler: "OrderedSampler") -> int:
     """Return the examples of a loader's data set; those of the sampler if it does not tell."""
-    return len(dataset) if hasattr(dataset, "__len__") else sampler.examples
+    return len(dataset) if hasattr(dataset, "__len__") else sampler.sharding.examples
 
 
-def misfit_of_loaders(sampler: Followable) -> str | None:
+def misfit_of_loaders(sampler: "OrderedSampler") -> str | None:
     """Say why none of the loaders that hold a sampler can train with it; None if one can.
 
     A sampler is not told who asks for its examples, so its loaders are looked for, in a tenth of a
@@ -517,6 +502,6 @@ def misfit_of_loaders(sampler: Followable) -> str | None:
     if not misfits or None in misfits:
         return None
     # The bare IndexError of such a data set would come before any gradient.
-    if all(_count(one.dataset, sampler) < sampler.examples for one in loaders):
+    if all(_count(one.dataset, sampler) < sampler.sharding.examples for one in loaders):
         raise ValueError(misfits[0])
     return misfits[0]

@@ -68,26 +68,25 @@ def parallel_herding_bound(vectors: Sequence[Tensor], orders: Sequence[Tensor]) 
     return float(steps.cumsum(0).abs().max())
 
 
-class PrefixSums:
-    """Sums of an epoch's rows so far, noted at steps of equal distance while it is visited.
+class HerdingWatch:
+    """Measures the orders of an `Ordering` while it learns: the herding bound of each epoch.
 
     The bound needs the mean, which is known at the end only. A sum of n centred rows is the sum of
-    the rows minus n means, so sums of rows are enough.
+    the rows minus n means, so sums of rows are enough: they are noted at steps of equal distance.
 
     Shapes: b time steps of a call, c columns that are kept.
     """
 
     def __init__(self, length: int) -> None:
-        """Start an epoch.
+        """Watch from the next epoch on.
 
         Args:
             length: Time steps of an epoch.
         """
         self._stride = max(1, -(-length // _PREFIXES))
-        self._sums: list[Tensor] = []  # (p, c) each
-        self._counts: list[Tensor] = []  # (p,) rows behind each sum, on the host
-        self._total: Tensor | None = None  # (c,)
-        self._count = 0
+        self._begun = False  # not in an epoch that was begun before
+        self.last: Tensor | None = None
+        """() bound of the last epoch that was watched from its first step."""
 
     def add(self, step: int, rows: Rows, seen: Tensor) -> None:
         """Add the rows of the next time steps.
@@ -97,6 +96,13 @@ class PrefixSums:
             rows: (b, M, D).
             seen: (b, M) which of them are real, on the host.
         """
+        if step == 0:
+            self._begun, self._count = True, 0
+            self._sums: list[Tensor] = []  # (p, c) each
+            self._counts: list[Tensor] = []  # (p,) rows behind each sum, on the host
+            self._total: Tensor | None = None  # (c,)
+        if not self._begun:
+            return
         # A slice, not indices: those would have to go to the GPU, which waits for it.
         kept = slice(self._stride - 1 - step % self._stride, None, self._stride)
         if isinstance(rows, ShardedRows):
@@ -113,16 +119,17 @@ class PrefixSums:
             self._sums.append(sums[kept].clone())
             self._counts.append(counts[kept])
 
-    def bound(self) -> Tensor:
-        """Return the herding bound so far, () on the device of the rows.
+    def end(self, *, complete: bool) -> None:
+        """Begin another epoch, or the same one anew, whose sums are then dropped.
 
-        It is exact where all steps and all columns are kept, and otherwise a lower bound.
+        The bound is exact where all steps and all columns are kept, and otherwise a lower bound.
         """
-        if self._total is None or not self._sums:
-            return torch.zeros(())
-        sums = torch.cat(self._sums)
-        share = (torch.cat(self._counts).double() / max(self._count, 1)).to(sums.device)
-        return (sums - share.unsqueeze(1) * self._total).abs().amax()
+        if complete and self._begun and self._sums:
+            sums = torch.cat(self._sums)
+            share = (torch.cat(self._counts).double() / max(self._count, 1)).to(sums.device)
+            assert self._total is not None
+            self.last = (sums - share.unsqueeze(1) * self._total).abs().amax()
+        self._begun = False
 
 
 def columns(size: int, device: torch.device) -> Tensor | slice:
@@ -130,31 +137,3 @@ def columns(size: int, device: torch.device) -> Tensor | slice:
     if size <= _COLUMNS:
         return slice(None)
     return torch.arange(_COLUMNS, device=device) * size // _COLUMNS
-
-
-class HerdingWatch:
-    """Measures the orders of an `Ordering` while it learns: the herding bound of each epoch."""
-
-    def __init__(self, length: int) -> None:
-        """Watch from the next epoch on.
-
-        Args:
-            length: Time steps of an epoch.
-        """
-        self._length = length
-        self._sums: PrefixSums | None = None  # None in an epoch that was begun before
-        self.last: PrefixSums | None = None
-        """Sums of the last epoch that was watched from its first step."""
-
-    def add(self, step: int, rows: Rows, seen: Tensor) -> None:
-        """Add the rows of the next time steps; arguments as in `PrefixSums.add`."""
-        if step == 0:
-            self._sums = PrefixSums(self._length)
-        if self._sums is not None:
-            self._sums.add(step, rows, seen)
-
-    def end(self, *, complete: bool) -> None:
-        """Begin another epoch, or the same one anew, whose sums are then dropped."""
-        if complete and self._sums is not None:
-            self.last = self._sums
-        self._sums = None

@@ -18,7 +18,7 @@ Shapes: b units of a batch, R workers, k columns of a row, C columns of this ran
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,7 +26,8 @@ from torch import Tensor
 from gradherd.comm.script import AllGather, Runner, ScatterColumns, Script, run
 from gradherd.comm.world import World
 from gradherd.ordering.batches import BatchClaim
-from gradherd.ordering.policy import Rows, ShardedRows
+from gradherd.ordering.ordering import Ordering
+from gradherd.ordering.policy import ShardedRows
 from gradherd.ordering.sampler import OrderedSampler
 
 log = logging.getLogger("gradherd")
@@ -51,29 +52,8 @@ def scatters_columns(columns: int, parameters: int, workers: int) -> bool:
     return workers > 1 and columns == parameters >= _SCATTERED_COLUMNS
 
 
-class Learner(Protocol):
-    """What learns from rows: an `Ordering`, or a sampler that also moves on to the next epoch."""
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the current orders."""
-        ...
-
-    def note_finite(self, finite: Tensor) -> None:
-        """Note (steps,) which of the time steps just learned had finite rows."""
-        ...
-
-    def observe(
-        self, rows: Rows | None, seen: Tensor | None = None, *, first: int | None = None
-    ) -> None:
-        """Learn from the rows of all workers."""
-        ...
-
-    def learn(
-        self, rows: Rows, seen: Tensor | None = None, *, first: int | None = None
-    ) -> Script[None]:
-        """Learn from the rows of all workers, of which this rank may hold some columns only."""
-        ...
+Learner: TypeAlias = Ordering | OrderedSampler
+"""What learns from rows: an ordering, or a sampler that also moves on to the next epoch."""
 
 
 def observe_gathered(

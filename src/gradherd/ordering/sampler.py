@@ -210,11 +210,6 @@ class OrderedSampler(DistributedSampler[Any]):
         self._batches.begin_pass(epoch_pass)
         return iterator
 
-    @property
-    def examples(self) -> int:
-        """Examples in the data set."""
-        return self.sharding.examples
-
     def follow(self, count: LoopCount) -> None:
         """Let a loop count the batches it receives; see `Herd.batches`."""
         self._batches.follow(count)
