@@ -22,7 +22,7 @@ from gradherd import OrderedSampler, World, attach
 from gradherd.comm.script import RankRunner
 from gradherd.comm.sliced_mean import SlicedMean
 from gradherd.hooks import coordinated_hook
-from gradherd.hooks.layouts import BucketLayout
+from gradherd.hooks.layouts import BucketSpan, ColumnLayout
 from gradherd.ordering import Ordering, coordination
 from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import RowGatherer
@@ -415,7 +415,7 @@ def _shards(lengths, dtype):
     for flat in flats:
         mean.start(flat)
     rows = mean.finish(columns=True)
-    layout = BucketLayout(tuple(_named(i, length) for i, length in enumerate(lengths)))
+    layout = ColumnLayout(tuple(BucketSpan(_named(*one)) for one in enumerate(lengths)))
     # Each worker's vector by parameter, from the columns of all ranks.
     whole = [layout.gather(row, world) for row in rows]
     columns = torch.stack([layout.columns(one, world) for one in whole])
@@ -437,7 +437,7 @@ def _named(bucket, length):
 
 
 def _flat(layout, by_name):
-    return torch.cat([by_name[name] for bucket in layout.buckets for name, _ in bucket])
+    return torch.cat([by_name[name] for span in layout.spans for name, _ in span.parameters])
 
 
 def mixed_precision():

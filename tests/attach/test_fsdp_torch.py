@@ -9,7 +9,7 @@ from torch import nn
 from gradherd.comm import run_ranks
 from gradherd.hooks import fsdp_torch
 from gradherd.hooks.fsdp_checks import check_parameters
-from gradherd.hooks.layouts import ShardLayout, ShardSpan
+from gradherd.hooks.layouts import ColumnLayout, ShardSpan
 
 
 def on_one_rank():
@@ -71,18 +71,17 @@ def test_shards_are_torchs_chunks_and_join_again(shape, ranks, data):
     dim = data.draw(st.integers(0, len(shape) - 1))
     span = ShardSpan("w", tuple(shape), dim)
     whole = torch.arange(1, 1 + torch.Size(shape).numel()).view(shape)
-    shards = span.cut(whole, ranks)
+    shards = span.cut({"w": whole}, ranks)
     assert shards.shape == (ranks, span.width(ranks))
     for shard, chunk in zip(shards, torch.chunk(whole, ranks, dim), strict=False):
         if dim == 0:  # FSDP pads behind the rows of a chunk; along others it shards evenly only
             assert torch.equal(shard[: chunk.numel()], chunk.flatten())
             assert not shard[chunk.numel() :].any()
         assert shard[shard > 0].sum() == chunk.sum()
-    assert torch.equal(span.join(shards), whole.flatten())
+    assert torch.equal(span.join(shards)["w"], whole.flatten())
 
 
 def test_a_layout_fills_what_is_missing_with_zeros():
-    layout = ShardLayout((ShardSpan("a", (3,), 0), ShardSpan("b", (2, 2), 1)))
+    layout = ColumnLayout((ShardSpan("a", (3,), 0), ShardSpan("b", (2, 2), 1)))
     rows = layout.cut({"b": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}, 2)
     assert rows.tolist() == [[0, 0, 1, 3], [0, 0, 2, 4]]
-    assert layout.starts(2) == {"a": slice(0, 2), "b": slice(2, 4)}

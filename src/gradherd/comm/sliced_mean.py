@@ -7,7 +7,8 @@ contain, for this rank's columns, everything that coordinated balancing needs. T
 bytes as an all-reduce, and no rank ever holds the whole vectors of all ranks.
 
 Vectors come in buckets, as they become ready. What is left of a bucket when its length does not
-divide by R (fewer than R elements) is gathered whole; the last rank owns those columns.
+divide by R (fewer than R elements) is gathered whole, and every rank owns one element of it; ranks
+for which there is none have zeros.
 
 Rows of single examples have no mean to share: `scatter_columns_start` only sends their slices,
 padded.
@@ -124,15 +125,21 @@ class _Bucket(NamedTuple):
 class _Loan:
     """Columns that are read by another thread, and on a GPU maybe on another stream."""
 
-    def __init__(self, *, on_gpu: bool) -> None:
-        self._on_gpu = on_gpu
+    def __init__(self, buffers: dict[int, Tensor], number: int) -> None:
+        self._buffers, self._number = buffers, number
+        self._on_gpu = buffers[number].is_cuda
         self._ended = threading.Event()
         self._read: torch.cuda.Event | None = None
 
-    def end(self) -> None:
-        if self._on_gpu and not self._ended.is_set():
+    def end(self, instead: Tensor | None) -> None:
+        """Give the columns back, or other memory of their shape; further calls do nothing."""
+        if self._ended.is_set():
+            return
+        if self._on_gpu:
             self._read = torch.cuda.Event()
             self._read.record()
+        if instead is not None:
+            self._buffers[self._number] = instead
         self._ended.set()
 
     def wait(self) -> None:
@@ -160,13 +167,14 @@ class SlicedMean:
         self.bytes = 0
         """Bytes that this rank has sent so far."""
 
-    def lend(self) -> Callable[[], None]:
+    def lend(self) -> Callable[[Tensor | None], None]:
         """Keep the columns of the last `finish` as they are until the returned function is called.
 
-        Any thread may call it, and call it again.
+        Any thread may call it; further calls do nothing. Who wants to keep the columns gives it
+        other memory of their shape instead.
         """
         # A new one each time: a late call for columns of an earlier backward releases no others.
-        self._loan = _Loan(on_gpu=any(buffer.is_cuda for buffer in self._buffers.values()))
+        self._loan = _Loan(self._buffers, self._lendable)
         return self._loan.end
 
     def start(self, flat: Tensor) -> None:
@@ -216,7 +224,7 @@ class SlicedMean:
         blocks = [bucket.slices.wait() for bucket in started]
         pending = self._start_write_back(started, blocks, tails) if write_back else []
         # Copying the columns overlaps with the all-gather of the mean.
-        rows = self._columns(blocks, tails) if columns else None
+        rows = self._columns(blocks, [len(end) for end in ends], tails) if columns else None
         for gather in pending:
             gather.wait()
         self.bytes += sum(bucket.slices.bytes for bucket in started)
@@ -238,19 +246,22 @@ class SlicedMean:
             pending.append(all_gather_start(own, self._world, out=slots))
         return pending
 
-    def _columns(self, blocks: Sequence[Tensor], tails: Tensor | None) -> Tensor:
-        last = self._world.rank == self._world.size - 1
-        ends = [tails] if last and tails is not None else []
-        parts = [part for part in (*blocks, *ends) if part.shape[1]]
+    def _columns(
+        self, blocks: Sequence[Tensor], ends: Sequence[int], tails: Tensor | None
+    ) -> Tensor:
         wide = torch.promote_types(blocks[0].dtype, torch.float32)
-        if len(blocks) == len(parts) == 1 and parts[0].dtype == wide:
+        if len(blocks) == 1 and tails is None and blocks[0].dtype == wide:
             self._lendable = 0
-            return parts[0]  # The buffer that was just filled: no copy.
-        total = sum(part.shape[1] for part in parts)
+            return blocks[0]  # The buffer that was just filled: no copy.
+        total = sum(block.shape[1] + bool(end) for block, end in zip(blocks, ends, strict=True))
         rows = self._buffer(_JOINED, torch.empty(0, dtype=wide, device=blocks[0].device), total)
         self._lendable = _JOINED
-        start = 0
-        for part in parts:
-            rows[:, start : start + part.shape[1]] = part
-            start += part.shape[1]
+        start = used = 0
+        for block, end in zip(blocks, ends, strict=True):
+            rows[:, start : start + block.shape[1]] = block
+            start += block.shape[1]
+            if end and tails is not None:
+                own = self._world.rank < end
+                rows[:, start] = tails[:, used + self._world.rank] if own else 0
+                start, used = start + 1, used + end
         return rows

@@ -25,7 +25,7 @@ from gradherd.hooks.fsdp_coordination import ShardedCoordination
 from gradherd.hooks.fsdp_sparse import ShardedSparseHook
 from gradherd.hooks.fsdp_torch import fsdp_modules
 from gradherd.hooks.herd import Herd
-from gradherd.hooks.layouts import BucketLayout
+from gradherd.hooks.layouts import ColumnLayout, ShardSpan
 from gradherd.hooks.local_steps import LocalExchange, ShardedLocalExchange
 from gradherd.hooks.parameter_usage import check_optimizer, stepping_optimizer
 from gradherd.hooks.row_plan import check_device, plan_rows
@@ -120,8 +120,13 @@ def attach(
     # The last point at which nothing was changed yet: no hook is registered, so an error leaves the
     # model as it was, on all ranks.
     agreement.compare(_shared_settings(bare, order, plan, settings, local, scaler))
-    if order is not None and worlds is None and local is None:
-        _warn_of_plain(bare, order)
+    plain = worlds is None and local is None and not isinstance(bare, DDP)
+    if order is not None and plain and order.world.size > 1 and order.world.rank == 0:
+        log.warning(
+            "model is a plain module on %d ranks, so gradherd averages no gradients: wrap it in "
+            "DistributedDataParallel and attach to that, or average them yourself",
+            order.world.size,
+        )
     # From here on every rank does the same, so a hook that starts with a collective finds its
     # peers. If a part fails, those before it leave the model.
     with contextlib.ExitStack() as undo:
@@ -150,29 +155,23 @@ def _find_ranks(
     Raises:
         ValueError: Order, parameters or mesh are refused. Other ranks are told.
     """
+    is_sampler = order is None or isinstance(order, OrderedSampler)
     try:
-        _check_order(order)
-    except ValueError as error:
-        # An order of a wrong type has no world; its peers wait in the group of the model.
-        RankAgreement(_model_world(model, None, None)).refuse(error)
-        raise
-    try:
+        if not is_sampler:
+            # The address of an object says nothing to anyone.
+            got = repr(order) if isinstance(order, str) else f"a {type(order).__name__}"
+            raise ValueError(
+                f"order must be the OrderedSampler of the training loader, got {got}: make one, as "
+                "in OrderedSampler(dataset, 'cd-grab', batch_size=32), and give it to the "
+                "DataLoader, too"
+            )
         check_parameters(model)
         worlds = ShardedWorlds(model, mesh) if fsdp_modules(model) else None
         return worlds, _model_world(model, order, worlds)
     except Exception as error:
-        RankAgreement(_model_world(model, order, None)).refuse(error)
+        # An order of a wrong type has no world; its peers wait in the group of the model.
+        RankAgreement(_model_world(model, order if is_sampler else None, None)).refuse(error)
         raise
-
-
-def _warn_of_plain(model: nn.Module, order: OrderedSampler) -> None:
-    """Say that nobody averages the gradients of a plain module on several ranks."""
-    if order.world.size > 1 and order.world.rank == 0 and not isinstance(model, DDP):
-        log.warning(
-            "model is a plain module on %d ranks, so gradherd averages no gradients: wrap it in "
-            "DistributedDataParallel and attach to that, or average them yourself",
-            order.world.size,
-        )
 
 
 def _make_exchange(
@@ -214,18 +213,6 @@ def _warn_of_settings(
             f"every parameter has fewer than {settings.dense_below} elements and is sent "
             "whole: nothing is sparsified; lower dense_below",
             stacklevel=3,
-        )
-
-
-def _check_order(order: object) -> None:
-    """Raise ValueError if an order is something else than a sampler, such as its name."""
-    if order is not None and not isinstance(order, OrderedSampler):
-        # The address of an object says nothing to anyone.
-        got = repr(order) if isinstance(order, str) else f"a {type(order).__name__}"
-        raise ValueError(
-            f"order must be the OrderedSampler of the training loader, got {got}: make one, as "
-            "in OrderedSampler(dataset, 'cd-grab', batch_size=32), and give it to the DataLoader, "
-            "too"
         )
 
 
@@ -291,21 +278,18 @@ def _sparsify_settings(
     if worlds is not None:
         worlds.check_exchange(model, mesh, "sparsify")
         exchangeable(model.named_parameters())
-        check_device(model, worlds.replicate)
-        return _as_settings(sparsify)
-    if not isinstance(model, DDP):
+        world = worlds.replicate
+    elif not isinstance(model, DDP):
         raise ValueError(
             f"sparsify works in the communication hook of DistributedDataParallel, got a "
             f"{type(model).__name__}: wrap the model in DDP first"
         )
-    if not hook_is_free(model):
+    elif not hook_is_free(model):
         raise ValueError("sparsify needs the communication hook of DDP, and there is one already")
-    sparsifiable(model)
-    check_device(model, world_of(model))
-    return _as_settings(sparsify)
-
-
-def _as_settings(sparsify: str | Selector | Sparsify) -> Sparsify:
+    else:
+        sparsifiable(model)
+        world = world_of(model)
+    check_device(model, world)
     if isinstance(sparsify, Sparsify):
         return sparsify
     return Sparsify(method=make_sparsifier(sparsify) if isinstance(sparsify, str) else sparsify)
@@ -364,5 +348,5 @@ def _make_transport(
     source = make_row_source(read, settings, order.unit, order.batch_size)
     device, size = next(module.parameters()).device, FlatSpec.of(module).size
     scatters = scatters_columns(row_length(settings, size), size, world.size)
-    scattered = BucketLayout.one_bucket([("row", size)], world) if scatters else None
+    scattered = ColumnLayout((ShardSpan("row", (size,), 0),)) if scatters else None
     return GatheringTransport(source, order, world, device, scattered)

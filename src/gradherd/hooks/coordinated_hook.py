@@ -38,7 +38,7 @@ from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec
 from gradherd.hooks.bucket_hook import BucketHook
-from gradherd.hooks.layouts import BucketLayout, ShardLayout, gather_rows
+from gradherd.hooks.layouts import BucketSpan, ColumnLayout, gather_rows
 from gradherd.hooks.parameter_hooks import ParameterHooks
 from gradherd.hooks.torch_names import copy_all
 from gradherd.hooks.transports import RowTransport
@@ -46,8 +46,8 @@ from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import StepComparison, observe_slices
 from gradherd.ordering.sampler import OrderedSampler
 
-Release = Callable[[], None]
-"""Says that slices were read, and may be overwritten."""
+Release = Callable[[Tensor | None], None]
+"""Says that slices were read, and may be overwritten, or which memory may be instead."""
 
 
 class SlicedTransport(RowTransport):
@@ -57,7 +57,7 @@ class SlicedTransport(RowTransport):
     and exchanged separately, for ordering only.
     """
 
-    layout: BucketLayout | ShardLayout
+    layout: ColumnLayout
     """Which columns this rank holds."""
     total_bytes: int
     """Bytes that this rank has sent to average gradients."""
@@ -148,7 +148,7 @@ class SlicedTransport(RowTransport):
         try:
             self._thread.submit(partial(self._sign, rows, claim, release))
         except BaseException:  # of the batch before
-            release()
+            release(None)
             raise
 
     def _sign(self, rows: Tensor, claim: BatchClaim | None, release: Release) -> None:
@@ -168,7 +168,7 @@ class SlicedTransport(RowTransport):
                 script = observe_slices(self._sampler, rows, first=claim.step, release=release)
                 self._sign_bytes += run(script, self._side).bytes
         finally:
-            release()
+            release(None)
         self._sign_seconds += time.thread_time() - begin
 
     def by_index(self) -> None:
@@ -234,11 +234,8 @@ class SlicedTransport(RowTransport):
 class CoordinatedHook(SlicedTransport, BucketHook):
     """Averages DDP's gradients, and has the sampler learn from whole batches of all workers.
 
-    C counts this rank's slice of each bucket and, on the last rank, what is left of buckets whose
-    length does not divide by R.
+    C counts this rank's slice of each bucket.
     """
-
-    layout: BucketLayout
 
     def __init__(self, ddp: DDP, sampler: OrderedSampler, world: World) -> None:
         """Register with DDP. All ranks must do so at the same point.
@@ -261,16 +258,18 @@ class CoordinatedHook(SlicedTransport, BucketHook):
         # One vector can hold the elements of one dtype and device only.
         kinds, spec = {(p.dtype, p.device) for p in self._parameters}, self._spec
         self._one_bucket = spec.size <= ONE_BUCKET_ELEMENTS and len(kinds) == 1
-        length = self.layout.lengths()[0] if self._one_bucket else 0
+        length = world.size * self.layout.width(world.size) if self._one_bucket else 0
         self._flat = self._parameters[0].detach().new_zeros(length)
         self._spans = spec.slices
         self._pieces: tuple[list[Tensor], list[Tensor]] = ([], [])  # of one vector, of the buckets
         self._mean = SlicedMean(world)
         self._rows: Tensor | None = None  # (R, C) of a backward that came with its buckets
 
-    def _one_bucket_layout(self) -> BucketLayout:
+    def _one_bucket_layout(self) -> ColumnLayout:
         spec = self._spec
-        return BucketLayout.one_bucket(zip(spec.names, spec.numels, strict=True), self.world)
+        padding = -spec.size % self.world.size
+        parameters = (*zip(spec.names, spec.numels, strict=True), ("", padding))
+        return ColumnLayout((BucketSpan(parameters),))
 
     @property
     def waiting(self) -> bool:
@@ -322,9 +321,9 @@ class CoordinatedHook(SlicedTransport, BucketHook):
             flat = [self._flat[self._spans[name]].view_as(grad) for name, grad in used.items()]
             self._pieces = flat, list(used.values())
             return
-        layout = BucketLayout(
+        layout = ColumnLayout(
             tuple(
-                tuple((self._names[p], p.numel()) for p in bucket.parameters())
+                BucketSpan(tuple((self._names[p], p.numel()) for p in bucket.parameters()))
                 for bucket in buckets
             )
         )
@@ -345,12 +344,13 @@ class CoordinatedHook(SlicedTransport, BucketHook):
 
     def _exchange_separately(self, grads: dict[str, Tensor]) -> tuple[Tensor, Release, int]:
         before, like = self._mean.bytes, self._parameters[0].detach()
-        for bucket in self.layout.buckets:
+        for bucket in self.layout.spans:
+            assert isinstance(bucket, BucketSpan)
             # As DDP's buckets, these have one dtype: that of their parameters.
-            same = next((grads[name] for name, _ in bucket if name in grads), like)
+            same = next((grads[name] for name, _ in bucket.parameters if name in grads), like)
             flats = [
                 grads[name].flatten() if name in grads else same.new_zeros(count)
-                for name, count in bucket
+                for name, count in bucket.parameters
             ]
             self._mean.start(torch.cat(flats))
         self._rows = self._mean.finish(write_back=False, columns=True)

@@ -175,10 +175,12 @@ class OrderFeedback(Feeder):
         # Inside the autocast of a forward, rows would lose precision; inside inference_mode, in
         # which somebody iterates over the loader, what is learned could not be changed later.
         kind = self._device.type
-        if torch.is_inference_mode_enabled():
-            return _outside(kind)
-        # A context of torch.autocast takes longer than all that is done in it.
-        return _outside_autocast(kind) if torch.is_autocast_enabled(kind) else _NO_CONTEXT
+        if not torch.is_inference_mode_enabled() and not torch.is_autocast_enabled(kind):
+            return _NO_CONTEXT  # the others take longer than all that is done in them
+        stack = contextlib.ExitStack()
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.autocast(kind, enabled=False))
+        return stack
 
     def _claim_and_feed(self) -> None:
         if self._paused:
@@ -323,21 +325,6 @@ _NO_CONTEXT = contextlib.nullcontext()
 
 def _nothing(module: nn.Module, args: Any) -> None:
     """Stand for `_before_forward` in a graph."""
-
-
-@contextlib.contextmanager
-def _outside_autocast(device_type: str) -> Iterator[None]:
-    torch.set_autocast_enabled(device_type, False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device_type, True)
-
-
-@contextlib.contextmanager
-def _outside(device_type: str) -> Iterator[None]:
-    with torch.inference_mode(False), torch.autocast(device_type, enabled=False):
-        yield
 
 
 def check_same_orders(sampler: OrderedSampler, device: torch.device) -> None:

@@ -21,7 +21,7 @@ from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.torch_names import missing_names
 
 WHOLE_ROWS_BELOW = 2**28
-"""Parameters up to which rows="auto" takes whole gradients: they fill four vectors of this length
+"""Parameters up to which rows="auto" takes whole gradients: they fill three vectors of this length
 on every rank, which a model that does not fit one card may not have."""
 
 

@@ -14,6 +14,7 @@ Shapes: R ranks (the workers), C columns of this rank over all parameters.
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.hooks.coordinated_hook import Release, SlicedTransport
 from gradherd.hooks.fsdp_torch import ShardedGroup, ShardedParameter, sharded_groups
-from gradherd.hooks.layouts import ShardLayout, ShardSpan
+from gradherd.hooks.layouts import ColumnLayout, ShardSpan
 from gradherd.ordering.sampler import OrderedSampler
 
 
@@ -63,8 +64,6 @@ class SlicingReduceScatter:
 class ShardedCoordination(SlicedTransport):
     """Lets FSDP average its gradients, and the sampler learn from whole batches of all workers."""
 
-    layout: ShardLayout
-
     def __init__(self, model: nn.Module, sampler: OrderedSampler, world: World) -> None:
         """Hook into the model's groups. All ranks must do so at the same point.
 
@@ -76,14 +75,18 @@ class ShardedCoordination(SlicedTransport):
         super().__init__(model, sampler, world)
         self._groups = sharded_groups(model)
         self._replaces = shares_reduce_scatter(self._groups, world)
-        self.layout = ShardLayout(
-            tuple(
-                # Without the reduce-scatter any cut would do; a flat one pads least.
-                ShardSpan(p.name, *((p.shape, p.dim) if self._replaces else ((_numel(p),), 0)))
-                for group in self._groups
-                for p in group.parameters
-            )
+        spans = tuple(
+            # Without the reduce-scatter any cut would do; a flat one pads least.
+            ShardSpan(p.name, *((p.shape, p.dim) if self._replaces else ((_numel(p),), 0)))
+            for group in self._groups
+            for p in group.parameters
         )
+        self.layout, widths = ColumnLayout(spans), [span.width(world.size) for span in spans]
+        ends = list(accumulate(widths))
+        self._columns = {
+            span.name: slice(end - width, end)
+            for span, end, width in zip(spans, ends, widths, strict=True)
+        }
         self.total_bytes, self.stopwatch = 0, Stopwatch()
         self._blocks: list[tuple[Sequence[ShardedParameter], Tensor, float]] = []
         self._rows: Tensor | None = None  # (R, C) of the batch that is being signed
@@ -125,15 +128,19 @@ class ShardedCoordination(SlicedTransport):
         self._rows = rows
         # Parameters without a gradient in this batch are in no block.
         rows.zero_()
-        starts = self.layout.starts(size)
         for present, block, factor in blocks:
             at = 0
             for parameter in present:
                 width = parameter.padded_numel(size)
-                if parameter.name in starts:  # else it was frozen when this was attached
-                    rows[:, starts[parameter.name]].add_(block[:, at : at + width], alpha=factor)
+                if parameter.name in self._columns:  # else it was frozen when this was attached
+                    own = rows[:, self._columns[parameter.name]]
+                    own.add_(block[:, at : at + width], alpha=factor)
                 at += width
-        return rows, _nothing
+        return rows, self._refill
+
+    def _refill(self, instead: Tensor | None) -> None:
+        # The memory of the slices is filled again when the batch was signed, if it is not kept.
+        self._rows = self._rows if instead is None else instead
 
     def _exchange_separately(self, grads: dict[str, Tensor]) -> tuple[Tensor, Release, int]:
         # Whole gradients: FSDP has not reduced them, or has reduced them together with earlier
@@ -155,8 +162,8 @@ class ShardedCoordination(SlicedTransport):
         super().close()
 
 
-def _nothing() -> None:
-    """Stand for a release: the memory is filled again when the batch was signed."""
+def _nothing(instead: Tensor | None) -> None:
+    """Stand for a release of memory that is used once."""
 
 
 def shares_reduce_scatter(groups: Sequence[ShardedGroup], world: World) -> bool:

@@ -4,11 +4,11 @@ The state of an ordering outlives a layout: DDP rebuilds its buckets after the f
 another number of ranks may load a checkpoint. So columns can be gathered to vectors by parameter,
 and cut from them again.
 
-Shapes: R ranks, C columns of this rank over all parameters.
+Shapes: R ranks, C columns of this rank over all parameters, w of them of one span.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,84 +19,45 @@ from gradherd.comm.collectives import all_gather
 from gradherd.comm.world import World
 
 
-class BucketLayout(NamedTuple):
-    """Which parameters are in which bucket, in order; a rank has its slice of each bucket."""
+class BucketSpan(NamedTuple):
+    """Parameters one after the other in a bucket, of which each rank has a slice.
 
-    buckets: tuple[tuple[tuple[str, int], ...], ...]
-    """(name, elements) of each parameter of each bucket."""
+    What is left when the length does not divide by R is dealt out one by one (`comm.sliced_mean`).
+    """
 
-    @classmethod
-    def one_bucket(cls, parameters: Iterable[tuple[str, int]], world: World) -> "BucketLayout":
-        """Return the layout of a single bucket, padded so that it divides by the ranks.
+    parameters: tuple[tuple[str, int], ...]
+    """(name, elements) of each."""
 
-        Args:
-            parameters: (name, elements) of each parameter.
-            world: The ranks that share the bucket.
+    @property
+    def numel(self) -> int:
+        """Elements of the bucket."""
+        return sum(count for _, count in self.parameters)
 
-        >>> BucketLayout.one_bucket([("weight", 5), ("bias", 2)], World(rank=0, size=4)).lengths()
-        [8]
-        """
-        named = tuple(parameters)
-        padding = -sum(count for _, count in named) % world.size
-        return cls(((*named, ("", padding)),))
+    def width(self, ranks: int) -> int:
+        """Return the columns of each rank; the last one may be padding."""
+        return -(-self.numel // ranks)
 
-    def lengths(self) -> list[int]:
-        """Return the elements of each bucket."""
-        return [sum(count for _, count in bucket) for bucket in self.buckets]
+    def cut(self, by_name: Mapping[str, Tensor], ranks: int) -> Tensor:
+        """Return the (R, w) slices of all ranks; zero where a parameter is missing.
 
-    def gather(self, columns: Tensor, world: World) -> dict[str, Tensor]:
-        """Gather a row of which every rank holds its columns. All ranks must call it.
-
-        Args:
-            columns: (C,) this rank's columns.
-            world: The ranks that hold the others.
-
-        Returns:
-            The flat elements of each parameter, by name.
-        """
-        lengths = self.lengths()
-        shares = [length // world.size for length in lengths]
-        body = sum(shares)
-        tail = sum(length % world.size for length in lengths)
-        # The last rank has the tails as well. All ranks must send equally much, so all send space
-        # for them; there are fewer than R elements of each bucket.
-        padded = columns.new_zeros(body + tail)
-        padded[: len(columns)] = columns
-        gathered = all_gather(padded, world).value
-        start, end = 0, body
-        by_name: dict[str, Tensor] = {}
-        for bucket, length, share in zip(self.buckets, lengths, shares, strict=True):
-            rest = length - share * world.size
-            flat = torch.cat(
-                [gathered[:, start : start + share].flatten(), gathered[-1, end : end + rest]]
-            )
-            start, end = start + share, end + rest
-            names = [name for name, _ in bucket]
-            pieces = torch.split(flat, [count for _, count in bucket])
-            by_name.update(zip(names, pieces, strict=True))
-        return by_name
-
-    def columns(self, by_name: Mapping[str, Tensor], world: World) -> Tensor:
-        """Return this rank's (C,) columns of a vector.
-
-        Args:
-            by_name: The flat elements of each parameter, by name; zero where one is missing.
-            world: The ranks that share the columns.
-
-        >>> layout = BucketLayout(((("weight", 3), ("bias", 2)),))
         >>> by_name = {"weight": torch.tensor([1, 2, 3]), "bias": torch.tensor([4, 5])}
-        >>> [layout.columns(by_name, World(rank, 2)).tolist() for rank in (0, 1)]
-        [[1, 2], [3, 4, 5]]
+        >>> BucketSpan((("weight", 3), ("bias", 2))).cut(by_name, 2).tolist()
+        [[1, 2, 5], [3, 4, 0]]
         """
-        body, tails = [], []
         # Any of them: all parameters of a row have one dtype and device.
         like = next(iter(by_name.values()))
-        for bucket, length in zip(self.buckets, self.lengths(), strict=True):
-            flat = torch.cat([by_name.get(name, like.new_zeros(count)) for name, count in bucket])
-            share = length // world.size
-            body.append(flat[world.rank * share : (world.rank + 1) * share])
-            tails.append(flat[share * world.size :])
-        return torch.cat([*body, *(tails if world.rank == world.size - 1 else [])])
+        parts = [by_name.get(name, like.new_zeros(count)) for name, count in self.parameters]
+        flat, body = torch.cat(parts), self.numel // ranks * ranks
+        rest = F.pad(flat[body:], (0, (body - self.numel) % ranks))
+        return torch.cat([flat[:body].view(ranks, -1), rest.view(-1, ranks).T], dim=1)
+
+    def join(self, slices: Tensor) -> dict[str, Tensor]:
+        """Return the flat elements of each parameter, by name, of (R, w) slices."""
+        ranks = len(slices)
+        share, rest = divmod(self.numel, ranks)
+        flat = torch.cat([slices[:, :share].flatten(), slices[:rest, share:].flatten()])
+        pieces = torch.split(flat, [count for _, count in self.parameters])
+        return dict(zip((name for name, _ in self.parameters), pieces, strict=True))
 
 
 class ShardSpan(NamedTuple):
@@ -111,12 +72,14 @@ class ShardSpan(NamedTuple):
         rows = -(-self.shape[self.dim] // ranks)
         return rows * math.prod(self.shape) // max(1, self.shape[self.dim])
 
-    def cut(self, whole: Tensor, ranks: int) -> Tensor:
-        """Return the shards of all ranks, (R, width), padded with zeros, as FSDP sends them.
+    def cut(self, by_name: Mapping[str, Tensor], ranks: int) -> Tensor:
+        """Return the (R, w) shards of all ranks, padded with zeros, as FSDP sends them.
 
-        >>> ShardSpan("w", (3, 2), 0).cut(torch.arange(6), 2).tolist()
+        >>> ShardSpan("w", (3, 2), 0).cut({"w": torch.arange(6)}, 2).tolist()
         [[0, 1, 2, 3], [4, 5, 0, 0]]
         """
+        like = next(iter(by_name.values()), torch.zeros(()))
+        whole = by_name[self.name] if self.name in by_name else like.new_zeros(self.shape)
         front = whole.reshape(self.shape).movedim(self.dim, 0)
         rows = -(-len(front) // ranks)
         # Zeros at the end of the dimension, as torch pads the last shards.
@@ -124,55 +87,50 @@ class ShardSpan(NamedTuple):
         shards = padded.view(ranks, rows, *front.shape[1:]).movedim(1, self.dim + 1)
         return shards.reshape(ranks, -1)
 
-    def join(self, shards: Tensor) -> Tensor:
-        """Return the flat parameter of its (R, width) shards."""
+    def join(self, shards: Tensor) -> dict[str, Tensor]:
+        """Return the flat parameter, by its name, of its (R, w) shards."""
         ranks, size = len(shards), self.shape[self.dim]
         rows = -(-size // ranks)
         inside = (*self.shape[: self.dim], rows, *self.shape[self.dim + 1 :])
         # The dimension that was cut comes first, so that shards can be joined and padding cut off.
         front = shards.reshape(ranks, *inside).movedim(self.dim + 1, 1).flatten(0, 1)[:size]
-        return front.movedim(0, self.dim).reshape(-1)
+        return {self.name: front.movedim(0, self.dim).reshape(-1)}
 
 
-class ShardLayout(NamedTuple):
-    """Which columns a rank holds: its shard of one parameter after the other."""
+class ColumnLayout(NamedTuple):
+    """Which columns a rank holds: its slice of one span after the other."""
 
-    spans: tuple[ShardSpan, ...]
-
-    def starts(self, ranks: int) -> dict[str, slice]:
-        """Return where the columns of each parameter are."""
-        found, at = {}, 0
-        for span in self.spans:
-            found[span.name] = slice(at, at + span.width(ranks))
-            at += span.width(ranks)
-        return found
+    spans: tuple[BucketSpan | ShardSpan, ...]
 
     def width(self, ranks: int) -> int:
         """Return C."""
         return sum(span.width(ranks) for span in self.spans)
 
+    def cut(self, by_name: Mapping[str, Tensor], ranks: int) -> Tensor:
+        """Return the (R, C) columns of all ranks; zero where a parameter is missing."""
+        return torch.cat([span.cut(by_name, ranks) for span in self.spans], dim=1)
+
     def columns(self, by_name: Mapping[str, Tensor], world: World) -> Tensor:
-        """Return this rank's (C,) columns of a vector; zero where a parameter is missing."""
+        """Return this rank's (C,) columns of a vector, given by parameter."""
         return self.cut(by_name, world.size)[world.rank]
 
-    def cut(self, by_name: Mapping[str, Tensor], ranks: int) -> Tensor:
-        """Return the columns of all ranks, (R, C); zero where a parameter is missing."""
-        like = next(iter(by_name.values()), torch.zeros(()))
-        missing = {s.name: like.new_zeros(s.shape) for s in self.spans if s.name not in by_name}
-        whole = {**missing, **by_name}
-        return torch.cat([span.cut(whole[span.name], ranks) for span in self.spans], dim=1)
-
     def gather(self, columns: Tensor, world: World) -> dict[str, Tensor]:
-        """Gather a row of which every rank holds its (C,) columns. All ranks must call it."""
-        shards = torch.split(
-            all_gather(columns, world).value, [s.width(world.size) for s in self.spans], dim=1
-        )
-        return {span.name: span.join(own) for span, own in zip(self.spans, shards, strict=True)}
+        """Gather a row of which every rank holds its (C,) columns. All ranks must call it.
+
+        Returns:
+            The flat elements of each parameter, by name.
+        """
+        widths = [span.width(world.size) for span in self.spans]
+        slices = torch.split(all_gather(columns, world).value, widths, dim=1)
+        found: dict[str, Tensor] = {}
+        for span, own in zip(self.spans, slices, strict=True):
+            found.update(span.join(own))
+        return found
 
 
 def gather_rows(
     columns: Tensor,
-    layout: BucketLayout | ShardLayout,
+    layout: ColumnLayout,
     names: Sequence[str],
     world: World,
     device: torch.device,

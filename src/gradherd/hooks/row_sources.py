@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gradherd.flat import FlatSpec
 from gradherd.hooks.fsdp_torch import fsdp_modules
-from gradherd.hooks.parameter_hooks import HookSaver, ParameterHooks, gradient_registrar
+from gradherd.hooks.parameter_hooks import ParameterHooks, gradient_registrar
 from gradherd.hooks.torch_names import call_after_backward
 from gradherd.rows.capture import LOOK_CLOSER, Capture
 from gradherd.rows.parameter_owners import unwrap_model
@@ -128,36 +128,25 @@ class BatchGradientSource(RowSource):
         self._hooks = ParameterHooks(
             model, self._arrived, None if not self._at_end else self._begin
         )
-        self._saver = HookSaver(self._hooks, self._spec.names)
         self._befores: dict[int, Tensor | None] = {}  # by backward
         self._before: Tensor | None = None
-        # Whether a part of this batch's gradient may be missing, and whether it was just taken.
-        self._spoiled = self._taken = False
+        self._spoiled = False  # whether a part of this batch's gradient is missing
 
     @property
     def waiting(self) -> bool:
         """Whether a gradient has arrived."""
-        if self._at_end and self._row is None and not self._taken:
-            # The batch of a backward that was not noticed keeps its place; the next is noticed.
-            self._saver.all_noticed(self._grads())
-        self._taken = False  # asked again after the step, when nothing can have changed
         return self._row is not None
-
-    def _grads(self) -> list[Tensor | None]:
-        return [p.grad for p in self._parameters]
 
     def _begin(self) -> None:
         """Prepare to read all gradients at once when this backward is over."""
         task = current_backward()
         if task in self._befores:  # a backward inside it (checkpoint) has ended
             return
-        grads, before = self._grads(), self._before
-        if not self._saver.all_noticed(grads):
-            self._spoiled = True
+        before = self._before
         if self._row is None:
             # What earlier backwards have left in p.grad is subtracted at the end of this one.
-            accumulated = any(grad is not None for grad in grads)
-            before = self._as_row(grads) if accumulated else None
+            accumulated = any(p.grad is not None for p in self._parameters)
+            before = self._grad_row() if accumulated else None
         self._befores[task] = before
         # Queued callbacks run when the engine has accumulated every gradient, which no hook of a
         # single parameter can tell.
@@ -166,13 +155,12 @@ class BatchGradientSource(RowSource):
     def _end(self, task: int) -> None:
         # Of backwards inside another, the outer one ends last, and began before all of them.
         before = self._before = self._befores.get(task)
-        grads = self._grads()
-        row = self._as_row(grads)
+        row = self._grad_row()
         self._row = row if before is None else row - before
-        self._saver.end(grads)
 
-    def _as_row(self, grads: list[Tensor | None]) -> Tensor:
+    def _grad_row(self) -> Tensor:
         """Return the gradients of all parameters as one row: (D,), or sketched (k,)."""
+        grads = [p.grad for p in self._parameters]
         with torch.no_grad():
             if self._sketcher is not None:
                 return self._sketcher.sketch(grads)
@@ -209,11 +197,10 @@ class BatchGradientSource(RowSource):
         """Return the one row of the batch."""
         assert self._row is not None
         row = self._row
-        if (self._at_end and not self._saver.all_noticed(self._grads())) or self._spoiled:
+        if self._spoiled:
             # Not a number: the batch is left out, as one that has overflowed.
             row = torch.full_like(row, torch.nan)
         self.clear()
-        self._taken = True
         if loss_scale != 1:
             row /= loss_scale
         return row.unsqueeze(0)
@@ -226,7 +213,6 @@ class BatchGradientSource(RowSource):
         """Read gradients as they arrive from now on: at the end of a backward they are gone."""
         if self._at_end:
             self._at_end, self._hooks.once, self._spoiled = False, None, True
-            self._saver.give_up()
 
     def clear(self) -> None:
         """Drop the last gradient."""

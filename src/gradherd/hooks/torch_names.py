@@ -14,8 +14,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 PRIVATE_NAMES = {
     "torch._foreach_copy_": "copies the gradients or weights of all parameters in one call",
     "torch._C._nn.flatten_dense_tensors": "joins the gradients of all parameters in one call",
-    "torch.Tensor._version": "tells whether a gradient was changed in place",
-    "torch.Tensor._is_view": "gradients that are views count the changes of each other",
     "torch.Tensor._post_accumulate_grad_hooks": "tells whether optimizers step in the backward",
     "torch.autograd.Variable._execution_engine": "calls back when a backward is over",
     "torch.amp.GradScaler._get_scale_async": "the loss scale without waiting for the GPU",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.script import RankRunner
 from gradherd.comm.world import World
-from gradherd.hooks.layouts import BucketLayout, gather_rows
+from gradherd.hooks.layouts import ColumnLayout, gather_rows
 from gradherd.hooks.parameter_hooks import ParameterHooks
 from gradherd.hooks.row_sources import CHECK_FAILED, RowSource
 from gradherd.hooks.row_stats import RowFigures
@@ -147,7 +147,7 @@ class GatheringTransport(RowTransport):
         sampler: OrderedSampler,
         world: World,
         device: torch.device,
-        scattered: BucketLayout | None,
+        scattered: ColumnLayout | None,
     ) -> None:
         super().__init__(sampler)
         self._source: RowSource = source

@@ -112,7 +112,7 @@ def observe_slices(
     slices: Tensor,
     *,
     first: int | None = None,
-    release: Callable[[], None] = lambda: None,
+    release: Callable[[Tensor | None], None] | None = None,
 ) -> Script[None]:
     """Learn from a batch of every worker, of which this rank holds a slice of the columns.
 
@@ -120,10 +120,12 @@ def observe_slices(
         learner: What learns.
         slices: (R, C) every worker's gradient; all columns where one script serves all workers.
         first: Time step of the batch.
-        release: Called when the slices were read, maybe long before all is learned.
+        release: Called when the slices were read, maybe long before all is learned; see
+            `ShardedRows`.
     """
     yield from learner.learn(ShardedRows(slices.unsqueeze(0), release), first=first)
-    release()
+    if release is not None:
+        release(None)
 
 
 def finite_batches(rows: Tensor, batches: Sequence[int], finite: Tensor | None = None) -> Tensor:

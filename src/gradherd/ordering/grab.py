@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.balance import Unsigned, balance, balance_sharded, draws_for
+from gradherd.ordering.balance import draws_for
 from gradherd.ordering.device_signs import Sums, sign_on_device
 from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState
 from gradherd.ordering.random import SeededRandom
@@ -87,16 +87,10 @@ class GraB(SignPolicy):
         centred = _masked(own if state.mean is None else own - state.mean, seen)
         span = slice(state.steps, state.steps + steps)
         draws = draws_for(self.rule, random, state.epoch, state.length, workers)[span]
-        vectors = centred.transpose(0, 1)  # (M, b, D): each worker is a stream of its own
-        unsigned = Unsigned(vectors, state.running, self.rule, draws.T, state.carry)
-        if isinstance(rows, ShardedRows):
-            # A stream has one vector per time step, so a block is one step.
-            signed = yield from balance_sharded(unsigned, step=1)
-        else:
-            signed = balance(unsigned)
-        sides = signed.signs.T * seen  # also 0 where the row was not finite
+        sharded = isinstance(rows, ShardedRows)
+        signs = yield from state.sign(self.rule, centred, draws, shared=False, sharded=sharded)
+        sides = signs * seen  # also 0 where the row was not finite
         state.note_signs(sides, seen, steps)
-        state.running, state.carry = signed.running, signed.carry
         # The next mean is that of the raw rows. OrderedSampler of the GraB authors centres in
         # place first; its mean is then the change of the mean, about zero every second epoch.
         state.total = state.total + _masked(own, sides != 0).sum(0)

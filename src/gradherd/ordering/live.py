@@ -23,8 +23,8 @@ from torch import Tensor
 
 from gradherd.comm.checks import check_numbers
 from gradherd.comm.script import Script
-from gradherd.ordering.pair_grab import PairState, sign_pairs
-from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy
+from gradherd.ordering.pair_grab import CDGraB, PairState
+from gradherd.ordering.policy import Rows, ShardedRows
 from gradherd.ordering.random import SeededRandom
 
 
@@ -72,7 +72,7 @@ class LiveState(PairState):
 
 
 @dataclass(frozen=True)
-class CDGraBLive(SignPolicy):
+class CDGraBLive(CDGraB):
     """CD-GraB on gradients that are corrected by their last change. Experimental.
 
     >>> CDGraBLive()
@@ -82,6 +82,7 @@ class CDGraBLive(SignPolicy):
     weight: float = 1.0
     """How much of a gradient's last change is added to it; 0 makes this CD-GraB."""
 
+    state: ClassVar[type[PairState]] = LiveState
     # Rows are kept beyond the step, so a broken one is looked for by the host.
     leaves_out_broken_rows: ClassVar[bool] = False
 
@@ -95,8 +96,7 @@ class CDGraBLive(SignPolicy):
         self, sizes: tuple[int, ...], epoch: int, previous: LiveState | None
     ) -> LiveState:
         """Sign from zero, as CD-GraB, and remember the rows of the epoch before."""
-        pairs = sum(size // 2 for size in sizes)
-        state = self._begun(LiveState(sizes, epoch), None, 1, pairs)
+        state: LiveState = super().new_state(sizes, epoch, None)
         if previous is None or previous.fresh is None:
             state.recent = None if previous is None else previous.recent
         elif previous.recent is None:
@@ -111,13 +111,11 @@ class CDGraBLive(SignPolicy):
         self, state: LiveState, rows: Rows, seen: Tensor, random: SeededRandom
     ) -> Script[None]:
         """Sign the pairs that the predicted rows complete; arguments as in `Policy.observe`."""
-        if isinstance(rows, ShardedRows):
-            # A shard at a time is enough: predictions are linear, so all ranks agree on their
-            # products.
-            rows = ShardedRows(self._predicted(state, rows.columns, seen))
-        else:
+        if isinstance(rows, Tensor):
             rows = self._predicted(state, rows, seen)
-        return sign_pairs(state, rows, seen, self.rule, random, shared=True)
+        else:  # Predictions are linear, so ranks that hold columns agree on their products.
+            rows = ShardedRows(self._predicted(state, rows.columns, seen))
+        return super().observe(state, rows, seen, random)
 
     def _predicted(self, state: LiveState, rows: Tensor, seen: Tensor) -> Tensor:
         """Return the rows as they will be, and remember them as they are."""

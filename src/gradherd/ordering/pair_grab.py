@@ -21,13 +21,13 @@ Shapes: b time steps of a call, M workers, K pairs, D columns.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.balance import Unsigned, balance, balance_sharded, draws_for
+from gradherd.ordering.balance import draws_for
 from gradherd.ordering.device_signs import Sums, sign_on_device
 from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState, all_seen
 from gradherd.ordering.random import SeededRandom
@@ -68,7 +68,7 @@ class Pairs(NamedTuple):
     """(K, M) whether both rows were seen."""
 
 
-def take_pairs(state: PairState, rows: Tensor, seen: Tensor) -> Pairs:
+def take_pairs(state: PairState, rows: Tensor, seen: Tensor, *, keep: bool = False) -> Pairs:
     """Advance the state by (b, M, D) rows and return the pairs they complete.
 
     A pair is what a worker visits at time steps 2k and 2k+1. A row at an even step whose partner
@@ -78,6 +78,7 @@ def take_pairs(state: PairState, rows: Tensor, seen: Tensor) -> Pairs:
         state: Advanced by b steps.
         rows: (b, M, D) gradient of the unit each worker visited; arbitrary where not seen.
         seen: (b, M) which of them are real.
+        keep: The caller gives away the memory of the rows, so none is copied.
     """
     if len(rows) and state.steps % 2 and state.pending is None:
         # The partner of the first row was skipped. It is not paired with the next row instead:
@@ -100,7 +101,8 @@ def take_pairs(state: PairState, rows: Tensor, seen: Tensor) -> Pairs:
         rows, seen = rows[1:], seen[1:]
         state.pending = state.pending_seen = None
     if len(rows) % 2:
-        state.pending = _copied(state, rows[-1], fresh=bool(parts))
+        row = rows[-1]
+        state.pending = state.pending_buffer = row if keep else _copied(state, row, bool(parts))
         state.pending_seen = seen[-1].clone()
         rows, seen = rows[:-1], seen[:-1]
     if len(rows) or not parts:
@@ -114,7 +116,7 @@ def take_pairs(state: PairState, rows: Tensor, seen: Tensor) -> Pairs:
     return Pairs(first, diffs, both)
 
 
-def _copied(state: PairState, row: Tensor, *, fresh: bool) -> Tensor:
+def _copied(state: PairState, row: Tensor, fresh: bool) -> Tensor:
     """Return a copy of the (M, D) row, in the buffer of the pending rows before unless `fresh`.
 
     A difference that this call completes still lives in that buffer. Otherwise it is free, and
@@ -128,7 +130,6 @@ def _copied(state: PairState, row: Tensor, *, fresh: bool) -> Tensor:
     )
     if fresh or not alike or buffer is None:
         buffer = torch.empty_like(row, memory_format=torch.contiguous_format)
-    state.pending_buffer = buffer
     return buffer.copy_(row)
 
 
@@ -188,26 +189,21 @@ def sign_pairs(
     workers, columns = own.shape[1:]
     if state.running is None:
         state.running = own.new_zeros((1 if shared else workers, columns))
-    pairs = take_pairs(state, own, seen)
-    if isinstance(rows, ShardedRows):
-        rows.release()  # what waits for its partner is a copy
+    release = rows.release if isinstance(rows, ShardedRows) else None
+    keep, spare = release is not None and len(own) == 1, state.pending_buffer
+    pairs = take_pairs(state, own, seen, keep=keep)
+    if release is not None:
+        kept = keep and state.pending is not None
+        release((torch.empty_like(own[0]) if spare is None else spare) if kept else None)
     if not len(pairs.diffs):  # the first halves of pairs: every second step of training
         return
     if isinstance(rows, Tensor) and _sign_on_device(state, pairs, rule, shared=shared):
         return
     span = slice(pairs.first, pairs.first + len(pairs.diffs))
     draws = draws_for(rule, random, state.epoch, len(state.sides) // 2, workers)[span]
-    # (K, M, D) to (1, K M, D): all workers of pair k are signed before pair k+1, in the order of
-    # their ranks, as the paper's server does it; or to (M, K, D).
-    vectors = pairs.diffs.flatten(0, 1).unsqueeze(0) if shared else pairs.diffs.transpose(0, 1)
-    draws = draws.reshape(1, -1) if shared else draws.T
-    unsigned = Unsigned(vectors, state.running, rule, draws, state.carry)
-    if isinstance(rows, ShardedRows):
-        signed = yield from balance_sharded(unsigned, step=workers if shared else 1)
-    else:
-        signed = balance(unsigned)
-    state.running, state.carry = signed.running, signed.carry
-    place_pairs(state, pairs, signed.signs.view(-1, workers) if shared else signed.signs.T)
+    sharded = isinstance(rows, ShardedRows)
+    signs = yield from state.sign(rule, pairs.diffs, draws, shared=shared, sharded=sharded)
+    place_pairs(state, pairs, signs)
 
 
 def _sign_on_device(state: PairState, pairs: Pairs, rule: SignRule, *, shared: bool) -> bool:
@@ -241,38 +237,27 @@ class PairGraB(SignPolicy):
     PairGraB(rule=Greedy())
     """
 
-    def new_state(
-        self, sizes: tuple[int, ...], epoch: int, previous: PairState | None
-    ) -> PairState:
-        """Start from zero: nothing of the previous epoch is used."""
-        state = PairState(sizes, epoch)
-        return self._begun(state, previous, len(sizes), state.length // 2)
+    state: ClassVar[type[PairState]] = PairState
+    shared: ClassVar[bool] = False
+    """Whether the pairs of all workers are signed in one stream."""
 
-    def observe(
-        self, state: PairState, rows: Rows, seen: Tensor, random: SeededRandom
-    ) -> Script[None]:
+    def new_state(self, sizes: tuple[int, ...], epoch: int, previous: Any) -> Any:
+        """Start from zero: nothing of the previous epoch is used."""
+        pairs = [size // 2 for size in sizes]
+        streams, vectors = (1, sum(pairs)) if self.shared else (len(sizes), max(pairs, default=0))
+        return self._begun(self.state(sizes, epoch), previous, streams, vectors)
+
+    def observe(self, state: Any, rows: Rows, seen: Tensor, random: SeededRandom) -> Script[None]:
         """Sign the pairs that the rows complete; arguments as in `Policy.observe`."""
-        return sign_pairs(state, rows, seen, self.rule, random, shared=False)
+        return sign_pairs(state, rows, seen, self.rule, random, shared=self.shared)
 
 
 @dataclass(frozen=True)
-class CDGraB(SignPolicy):
+class CDGraB(PairGraB):
     """Pair balance, all workers together (CD-GraB). With one worker it is plain pair balance.
 
     >>> CDGraB()
     CDGraB(rule=Greedy())
     """
 
-    def new_state(
-        self, sizes: tuple[int, ...], epoch: int, previous: PairState | None
-    ) -> PairState:
-        """Start from zero: nothing of the previous epoch is used."""
-        # One stream, on which the pairs of all workers are signed.
-        pairs = sum(size // 2 for size in sizes)
-        return self._begun(PairState(sizes, epoch), previous, 1, pairs)
-
-    def observe(
-        self, state: PairState, rows: Rows, seen: Tensor, random: SeededRandom
-    ) -> Script[None]:
-        """Sign the pairs that the rows complete; arguments as in `Policy.observe`."""
-        return sign_pairs(state, rows, seen, self.rule, random, shared=True)
+    shared: ClassVar[bool] = True

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.balance import reorder_all
+from gradherd.ordering.balance import Unsigned, balance, balance_sharded, reorder_all
 from gradherd.ordering.device_signs import DeviceSigner
 from gradherd.ordering.random import SeededRandom
-from gradherd.ordering.sign_rules import Greedy, SignRule, check_rule
+from gradherd.ordering.sign_rules import Floats, Greedy, SignRule, check_rule
 
 Start = Literal["identity", "random", "computed"]
 """First order of a worker's units: that of the data set, a random permutation, or what `reorder`
@@ -35,9 +35,9 @@ class ShardedRows:
 
     columns: Tensor
     """(b, M, C) this rank's columns."""
-    release: Callable[[], None] = lambda: None
-    """May be called by a policy that does not read them any more: the next exchange waits for
-    their memory."""
+    release: Callable[[Tensor | None], None] | None = None
+    """If given: may be called by a policy that does not read them any more, as the next exchange
+    waits for their memory; or with other memory of the shape of one step, to keep them."""
 
 
 Rows: TypeAlias = Tensor | ShardedRows
@@ -181,6 +181,29 @@ class SignState(EpochState):
             self.broken = 0
         elif seen.any():
             self.broken += steps
+
+    def sign(
+        self, rule: SignRule, vectors: Tensor, draws: Floats, *, shared: bool, sharded: bool
+    ) -> Script[Tensor]:
+        """Return the (K, M) signs of (K, M, D) vectors, and add these to the running sums.
+
+        If `shared`, one sum serves all workers: step after step, and within a step worker after
+        worker, as the paper's server does it. Else each worker is a stream. If `sharded`, ranks
+        hold columns and sign together.
+        """
+        assert self.running is not None
+        workers = vectors.shape[1]
+        if shared:
+            vectors, draws = vectors.flatten(0, 1).unsqueeze(0), draws.reshape(1, -1)
+        else:
+            vectors, draws = vectors.transpose(0, 1), draws.T
+        unsigned = Unsigned(vectors, self.running, rule, draws, self.carry)
+        if sharded:
+            signed = yield from balance_sharded(unsigned, step=workers if shared else 1)
+        else:
+            signed = balance(unsigned)
+        self.running, self.carry = signed.running, signed.carry
+        return signed.signs.view(-1, workers) if shared else signed.signs.T
 
     def on_device(self, first: int, steps: int, device: torch.device) -> Tensor:
         """Return (steps, M) memory on a GPU for sides from time step `first` on."""

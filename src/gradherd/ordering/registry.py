@@ -53,11 +53,6 @@ SIGN_RULES: "LazyRegistry[Callable[[], SignRule]]" = LazyRegistry(
 """Sign rules by name, each with its default settings."""
 
 
-def order_names() -> tuple[str, ...]:
-    """Return the names of all orders, the baseline d-rr first."""
-    return tuple(POLICIES)
-
-
 def find_policy(policy: "str | Policy") -> "Policy":
     """Return the order of a name, or the order that is given.
 
