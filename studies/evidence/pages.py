@@ -11,12 +11,15 @@ from gradherd.lab.report.claims import (
     NOT_CONFIRMED,
     WEAKER,
     ClaimVerdict,
+    change_text,
+    mean_text,
+    threshold,
 )
 from gradherd.lab.report.measures import measure
 from gradherd.lab.report.stats import mean_std
 from gradherd.lab.study.file import THEMES, Claim, Study
 from gradherd.lab.study.results import RunResult
-from gradherd.lab.text import counted, in_bytes, listed, mean_and_std, printable
+from gradherd.lab.text import counted, in_bytes, listed, mean_and_std, p_value, printable
 from studies.evidence.charts import figures_of, file_name
 
 _MARKS = {
@@ -137,12 +140,12 @@ def study_page(section: StudySection) -> str:
     lines = [f"# {cell(study.title)}", "", up, "", _setup(section), ""]
     if study.claims:
         lines += ["| | claim | paper | ours | verdict |", "|---|---|---|---|---|"]
-        most = max((len(one.changes) for one in section.verdicts), default=0)
+        most = max((len(one.basis.changes) for one in section.verdicts), default=0)
         for number, one in enumerate(section.verdicts, 1):
             ours = short_cell(one)
             # Of other runs than the rows around it: differences do not add up.
-            if 0 < len(one.changes) < most:
-                ours += f", {len(one.changes)} seeds"
+            if 0 < len(one.basis.changes) < most:
+                ours += f", {len(one.basis.changes)} seeds"
             cells = (str(number), cell(one.claim.text), cell(one.claim.paper), ours)
             lines.append(f"| {' | '.join(cells)} | {mark(one)} |")
         why = " [why](#left-out)" if study.left_out else ""
@@ -218,17 +221,34 @@ def _missing(claim: Claim, section: StudySection) -> str:
 
 
 def short_cell(verdict: ClaimVerdict, limit: bool = True) -> str:
-    """Return our figure, by default with the number that it is held against."""
-    # Not in brackets: those hold intervals.
-    words = (
-        f"{verdict.short}, must be {verdict.limit}" if verdict.limit and limit else verdict.short
-    )
+    """Return the figure that a verdict rests on, by default with the number it is held against."""
+    claim, measured = verdict.claim, verdict.basis.measured
+    change = change_text(verdict.basis.changes, in_points=measured.in_percent)
+    if change and claim.test not in ("at-most", "at-least"):
+        words = change.replace("95 % interval ", "").replace(" % to ", " to ")
+    else:
+        words = mean_text(claim, measured.arm, list(verdict.basis.effects))
+        held_against = threshold(claim, measured.in_percent).removeprefix("must be ")
+        # Not in brackets: those hold intervals.
+        words += f", must be {held_against}" if held_against and limit else ""
     return cell(words).replace(" %", "&nbsp;%")
+
+
+def lost(verdict: ClaimVerdict) -> str:
+    """Return the corrected p value, if a confirmation fails by the correction alone."""
+    test, paper = verdict.basis.test, verdict.basis.paper
+    if verdict.verdict not in (WEAKER, NOT_CONFIRMED) or test is None or not test.excludes_zero:
+        return ""
+    if verdict.corrected_p is None or test.mean <= 0:
+        return ""
+    large = paper is None or test.mean >= paper / 2
+    return f"corrected {p_value(verdict.corrected_p)}" if large else ""
 
 
 def mark(verdict: ClaimVerdict) -> str:
     """Return the verdict, and what it lacks if the correction alone keeps it from being more."""
-    return f"{_MARKS[verdict.verdict]}{f', {verdict.lost}' if verdict.lost else ''}"
+    lacks = lost(verdict)
+    return f"{_MARKS[verdict.verdict]}{f', {lacks}' if lacks else ''}"
 
 
 def _details(verdict: ClaimVerdict, study: Study) -> str:

@@ -122,14 +122,15 @@ class _Summary:
         rows = []
         for claim, name in claims.items():
             entry = self._find(claim)
-            if entry is None or not entry[0].changes:
+            changes = [] if entry is None else entry[0].basis.changes
+            if entry is None or not changes:
                 continue
             verdict = entry[0]
-            mean, interval = 100 * statistics.fmean(verdict.changes), interval_of(verdict.changes)
+            mean, interval = 100 * statistics.fmean(changes), interval_of(changes)
             ends = None if interval is None else (100 * interval[0], 100 * interval[1])
             # As many digits as in the table.
             text = fixed(mean, 1 if abs(mean) < 9.95 else 0, sign=True)
-            text += " pts" if verdict.in_points else " %"
+            text += " pts" if verdict.basis.measured.in_percent else " %"
             # The colours of verdicts: green, ochre, grey.
             style = {CONFIRMED: 3, WEAKER: 5}.get(verdict.verdict, 0)
             rows.append(EffectRow(name=name, mean=mean, interval=ends, text=text, style=style))

@@ -26,7 +26,6 @@ from gradherd.lab.study.kinds import (
     check_settings,
     task_path,
 )
-from gradherd.lab.study.results import downsample
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.optimizers import flat_grad
 from gradherd.sparsify.registry import SPARSIFIERS
@@ -171,7 +170,7 @@ def density_figures(steps: Sequence[Mapping[str, Any]], target: float) -> dict[s
     late = steps[len(steps) // 2 :]
     series: dict[str, Any] = {}
     for name in ("density", "padding", "residual_norm"):
-        series["step"], series[name] = downsample([float(step[name]) for step in steps], _POINTS)
+        series["step"], series[name] = downsample([float(step[name]) for step in steps])
     return {
         "series": series,
         "summary": {
@@ -184,6 +183,19 @@ def density_figures(steps: Sequence[Mapping[str, Any]], target: float) -> dict[s
             "bytes": statistics.fmean(step["bytes"] for step in late),
         },
     }
+
+
+def downsample(values: Sequence[float], max_points: int = _POINTS) -> tuple[list[int], list[float]]:
+    """Return the start and the mean of each of at most `max_points` bins of a series.
+
+    >>> downsample([1.0, 3.0, 5.0, 7.0, 9.0], max_points=3)
+    ([0, 2, 4], [2.0, 6.0, 9.0])
+    """
+    # Rounded up: at most `max_points` bins, the last of which may be short.
+    width = -(-len(values) // max_points) if values else 1
+    starts = list(range(0, len(values), width))
+    # Means of bins, not samples: a spike between two samples would be lost.
+    return starts, [statistics.fmean(values[at : at + width]) for at in starts]
 
 
 def _sparsify(settings: Mapping[str, Any]) -> Sparsify:

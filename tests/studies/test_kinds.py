@@ -1,5 +1,7 @@
 """Kinds of studies and tasks that the studies bring along."""
 
+import sys
+
 import pytest
 import torch
 
@@ -8,15 +10,29 @@ from gradherd.advise.costs import NetworkLink, typical_overheads
 from gradherd.lab.study.file import read_study
 from gradherd.lab.study.kinds import RunContext, StudyProgress, kind_of
 from gradherd.lab.study.run import missing_runs, plan_runs, run_planned
-from gradherd.lab.tasks import registry
-from gradherd.lab.tasks.registry import find_task, import_file
+from gradherd.lab.tasks.registry import find_task
 from gradherd.ordering.sharding import UnitSharding
-from studies.kinds.density import density_figures
+from studies.kinds.density import density_figures, downsample
 from studies.methods import METHODS
 from studies.tasks.by_label import permutation_by_label
-from tests.lab.study.test_kinds import STUDIES, results_of, study
+from tests.lab.study.test_kinds import HERDING, STUDIES, results_of, study
 
 COST, DENSITY = "kinds/cost.py:CostStudy", "kinds/density.py:DensityStudy"
+
+
+def test_herding_finds_the_published_bounds(tmp_path):
+    arms = [{"order": ["cd-grab", "id-grab"]}]
+    settings = {"workers": 100, "units": 100, "dim": 16, "rounds": 3}
+    found = results_of(study(HERDING, arms, settings), tmp_path)
+    bounds = found["cd-grab", 0].figures["series"]["bound"]
+    assert bounds == pytest.approx([38.1267, 19.7855, 10.3477, 4.7555], abs=1e-4)
+    assert found["id-grab", 0].figures["summary"]["bound"] == pytest.approx(13.5708, abs=1e-4)
+
+
+def test_series_are_thinned():
+    starts, means = downsample([float(n) for n in range(1000)], max_points=10)
+    assert len(starts) == 10 and means[0] == 49.5 and starts[1] == 100
+    assert downsample([]) == ([], [])
 
 
 def test_density_shows_the_same_gradients_to_every_sparsifier(tmp_path):
@@ -108,14 +124,10 @@ def test_cost_is_measured_on_real_ranks(tmp_path):
 
 
 def test_cost_of_virtual_runs_needs_no_dim(tmp_path, monkeypatch):
-    def with_few_cases(path, what):
-        module = import_file(path, what)
-        module.CASES = module.CASES[:3]  # Nine runs take long to trace.
-        return module
-
-    monkeypatch.setattr(registry, "import_file", with_few_cases)  # by which the kind gets it
     arm = {"case": "virtual", "workers": 2, "steps": 2}
     one = study(COST, [arm], {"repeats": 1})
+    virtual = sys.modules[type(kind_of(one)).__module__].virtual
+    monkeypatch.setattr(virtual, "CASES", virtual.CASES[:3])  # Nine runs take long to trace.
     (found,) = results_of(one, tmp_path).values()
     summary = found.figures["summary"]
     assert summary["plain loop.ratio"] == 1 and summary["one run.steps_per_second"] > 0

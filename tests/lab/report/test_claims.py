@@ -5,6 +5,7 @@ import pytest
 from gradherd.lab.report.claims import judge_claims, paper_effect
 from gradherd.lab.report.measures import epochs_share, epochs_to_final, measure_runs
 from gradherd.lab.study.file import Claim
+from studies.evidence.pages import lost
 from tests.lab.report.sample_records import record
 from tests.lab.report.sample_studies import result
 
@@ -93,14 +94,14 @@ def test_the_claims_of_a_study_are_one_family():
     """Alone each is confirmed, p = 0.01; four of them are not: one of four may be luck."""
     results = arms([0.8, 0.84, 0.76], [1.0, 1.0, 1.0])
     (alone,) = judge_claims([claim()], results)
-    assert alone.verdict == "confirmed" and alone.lost == "" and "p = 0.013; 3 seeds" in alone.ours
+    assert alone.verdict == "confirmed" and lost(alone) == "" and "p = 0.013; 3 seeds" in alone.ours
     # Others that cannot be tested cost nothing: no run, too few seeds.
     few = {**results, "c": [result("c", 0, [1.0] * 4)]}
     more = [claim(id="d", arm="d"), claim(id="e", arm="c")]
     assert judge_claims([claim(), *more], few)[0] == alone
     found = judge_claims([claim(id=str(n)) for n in range(4)], results)
     assert {one.verdict for one in found} == {"weaker"}
-    assert {one.lost for one in found} == {"corrected p = 0.052"}
+    assert {lost(one) for one in found} == {"corrected p = 0.052"}
     assert "p = 0.013, corrected for 4 claims p = 0.052" in found[0].ours
 
 

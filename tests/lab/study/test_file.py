@@ -128,7 +128,11 @@ def test_what_is_wrong_with_a_file_is_said_in_a_line_that_names_it(tmp_path, old
 
 
 UNFIT = [
-    ('kind = "compare"', 'kind = "odd"', "unknown kind 'odd'; known are compare, herding"),
+    (
+        'kind = "compare"',
+        'kind = "odd"',
+        "unknown kind 'odd'; known are compare, path/to/file.py:ClassName",
+    ),
     ('task = "digits"', 'task = "odd"', "unknown task 'odd'; known are digits,"),
     ('task = "digits"', "", "needs a task"),
     ('"cd-grab"]', '"cd-grab", "odd"]', "arm 'odd, two': unknown order 'odd'; known are d-rr"),

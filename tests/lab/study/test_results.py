@@ -6,7 +6,6 @@ import pytest
 from gradherd.lab.study.results import (
     RunResult,
     describe_run,
-    downsample,
     is_done,
     read_arms,
     read_results,
@@ -106,11 +105,8 @@ def test_only_arms_with_results_are_found(tmp_path):
     assert head["study"] == "study" and head["shared"]["arm"] == "an arm"
 
 
-def test_numbers_are_rounded_and_series_thinned():
+def test_numbers_are_rounded():
     assert round_floats({"a_seconds": 0.123456789, "b": (1 / 3,)}) == {
         "a_seconds": 0.1235,
         "b": [0.3333333],
     }
-    starts, means = downsample([float(n) for n in range(1000)], max_points=10)
-    assert len(starts) == 10 and means[0] == 49.5 and starts[1] == 100
-    assert downsample([]) == ([], [])

@@ -43,27 +43,6 @@ FEW_SEEDS = "not enough seeds"
 
 
 @dataclass(frozen=True)
-class ClaimVerdict:
-    """What the results say about a claim."""
-
-    claim: Claim
-    verdict: str
-    """confirmed, weaker, not confirmed or not enough seeds."""
-    ours: str
-    """Our figures, with standard deviations, intervals and seeds."""
-    short: str
-    """The one figure that the verdict rests on."""
-    limit: str = ""
-    """What it is held against, if that is a number."""
-    lost: str = ""
-    """The corrected p value, if a confirmation fails by the correction alone."""
-    changes: tuple[float, ...] = ()
-    """By how much the arm differs from the reference in each seed, as a share; empty if unknown."""
-    in_points: bool = False
-    """Whether changes are differences of percentages."""
-
-
-@dataclass(frozen=True)
 class MeasuredClaim:
     """A claim that the results can settle, with its effects."""
 
@@ -87,6 +66,30 @@ class MeasuredClaim:
         # Accuracies are multiples of one example: three equal ones may be luck.
         same = self.measured.against == self.measured.arm
         return same or self.claim.measure not in ALWAYS
+
+    @property
+    def paper(self) -> float | None:
+        """The effect that the paper reports, if it gives numbers."""
+        return paper_effect(self.claim, self.measured.in_percent, self.measured.higher_is_better)
+
+    @property
+    def changes(self) -> list[float]:
+        """By how much the arm differs from the reference in each seed; empty if unknown."""
+        return changes_of(self.measured, list(self.effects))
+
+
+@dataclass(frozen=True)
+class ClaimVerdict:
+    """What the results say about a claim."""
+
+    claim: Claim
+    verdict: str
+    """confirmed, weaker, not confirmed or not enough seeds."""
+    ours: str
+    """Our figures, with standard deviations, intervals and seeds."""
+    basis: MeasuredClaim
+    corrected_p: float | None
+    """Of the effect, among all claims of the study; None without a test."""
 
 
 def judge_claims(
@@ -147,26 +150,13 @@ def _measured(claim: Claim, results: Mapping[str, Sequence[RunResult]]) -> Measu
 
 
 def _judge(one: MeasuredClaim, family: Family) -> ClaimVerdict:
-    paper = paper_effect(one.claim, one.measured.in_percent, one.measured.higher_is_better)
-    verdict, test, lost = verdict_of(one, family, paper), one.test, ""
+    test = one.test
     corrected = None if test is None else family.corrected_p(test)
-    if verdict in (WEAKER, NOT_CONFIRMED) and test is not None and corrected is not None:
-        large = paper is None or test.mean >= paper / 2
-        if test.excludes_zero and test.mean > 0 and large:
-            lost = f"corrected {p_value(corrected)}"
-    return ClaimVerdict(
-        one.claim,
-        verdict,
-        _our_figures(one, family),
-        *_short_figure(one),
-        lost,
-        tuple(_changes(one.measured, list(one.effects))),
-        one.measured.in_percent,
-    )
+    ours = _our_figures(one, family.size, corrected)
+    return ClaimVerdict(one.claim, _verdict_of(one, family), ours, one, corrected)
 
 
-def verdict_of(one: MeasuredClaim, family: Family, paper: float | None = None) -> str:
-    """Return the verdict on a claim, by the rule above; `paper` is the paper's effect, if any."""
+def _verdict_of(one: MeasuredClaim, family: Family) -> str:
     if len(one.effects) < MIN_SEEDS:
         return FEW_SEEDS
     test = one.test
@@ -175,7 +165,7 @@ def verdict_of(one: MeasuredClaim, family: Family, paper: float | None = None) -
         return NOT_CONFIRMED
     shown = one.is_certain or family.finds(test) == "higher"
     # The right direction is not enough where the paper also says how much.
-    if shown and (paper is None or test.mean >= paper / 2):
+    if shown and (one.paper is None or test.mean >= one.paper / 2):
         return CONFIRMED
     agree = all(effect is not None and effect > 0 for effect in one.effects.values())
     return WEAKER if shown or agree else NOT_CONFIRMED
@@ -213,16 +203,12 @@ def effects_by_seed(claim: Claim, measured: Measurement) -> dict[int, float | No
     bounded = claim.test in ("at-most", "at-least")
     effects: dict[int, float | None] = {}
     for seed in seeds:
-        value = measured.arm[seed]
         reference = claim.value if bounded or measured.against is None else measured.against[seed]
-        if value is None or reference is None:
-            effects[seed] = None
-            continue
         # A share, not a difference: the paper's losses and bytes have another scale than ours.
-        change = relative_change(value, reference, measured.in_percent)
-        if change is not None:
-            change = _effect(claim, change, measured.higher_is_better)
-        effects[seed] = change
+        change = measured.change(measured.arm[seed], reference)
+        effects[seed] = (
+            None if change is None else _effect(claim, change, measured.higher_is_better)
+        )
     return effects
 
 
@@ -257,43 +243,31 @@ def _too_short(result: RunResult, epoch: int | None) -> bool:
     return short and result.status != "diverged"
 
 
-def _our_figures(one: MeasuredClaim, family: Family) -> str:
+def _our_figures(one: MeasuredClaim, tests: int, corrected: float | None) -> str:
     """Return our figures on a claim in words, over the seeds that both arms have."""
     claim, measured, seeds = one.claim, one.measured, list(one.effects)
-    figures = f"{measured.words}: {_mean_text(claim, measured.arm, seeds)}"
+    figures = f"{measured.words}: {mean_text(claim, measured.arm, seeds)}"
     if measured.against is not None and claim.measure != "epochs_share":
-        figures += f" against {_mean_text(claim, measured.against, seeds)}"
-    parts = [figures, _change_text(measured, seeds), _threshold(claim, measured.in_percent)]
-    if one.other_reading is not None and (change := _change_text(one.other_reading[1], seeds)):
-        parts.append(f"{one.other_reading[0]} {change}")
-    test = one.test
-    corrected = None if test is None else family.corrected_p(test)
-    if test is not None and corrected is not None:
-        told = p_value(test.p)
+        figures += f" against {mean_text(claim, measured.against, seeds)}"
+    parts = [figures, change_text(one.changes, in_points=measured.in_percent)]
+    parts.append(threshold(claim, measured.in_percent))
+    if one.other_reading is not None:
+        when, other = one.other_reading
+        change = change_text(changes_of(other, seeds), in_points=other.in_percent)
+        parts.append(f"{when} {change}" if change else "")
+    if one.test is not None and corrected is not None:
+        told = p_value(one.test.p)
         if p_value(corrected) != told:
-            told += f", corrected for {counted(family.size, 'claim')} {p_value(corrected)}"
+            told += f", corrected for {counted(tests, 'claim')} {p_value(corrected)}"
         parts.append(told)
     return "; ".join([*(part for part in parts if part), counted(len(seeds), "seed")])
 
 
-def _short_figure(one: MeasuredClaim) -> tuple[str, str]:
-    """Return what a table of many claims has room for, and the number it is held against."""
-    claim, measured, seeds = one.claim, one.measured, list(one.effects)
-    change = _change_text(measured, seeds)
-    if change and claim.test not in ("at-most", "at-least"):
-        return change.replace("95 % interval ", "").replace(" % to ", " to "), ""
-    limit = _threshold(claim, measured.in_percent).removeprefix("must be ")
-    return _mean_text(claim, measured.arm, seeds), limit
-
-
-def _changes(measured: Measurement, seeds: Sequence[int]) -> list[float]:
+def changes_of(measured: Measurement, seeds: Sequence[int]) -> list[float]:
     """Return by how much the arm differs in each seed; empty where a value is missing."""
     changes: list[float] = []
     for seed in seeds if measured.against is not None else ():
-        value, reference = measured.arm[seed], (measured.against or {})[seed]
-        change = None
-        if value is not None and reference is not None:
-            change = relative_change(value, reference, measured.in_percent)
+        change = measured.change(measured.arm[seed], (measured.against or {})[seed])
         # The change over the remaining seeds would look like a result.
         if change is None:
             return []
@@ -301,14 +275,8 @@ def _changes(measured: Measurement, seeds: Sequence[int]) -> list[float]:
     return changes
 
 
-def _change_text(measured: Measurement, seeds: Sequence[int]) -> str:
-    """Return how the arm differs from the reference; empty where a value is missing."""
-    changes = _changes(measured, seeds)
-    return change_text(changes, in_points=measured.in_percent) if changes else ""
-
-
 def change_text(changes: Sequence[float], *, in_points: bool = False) -> str:
-    """Return a mean change with its interval in words.
+    """Return a mean change with its interval in words; empty without changes.
 
     Args:
         changes: A change per seed, as a share.
@@ -319,6 +287,8 @@ def change_text(changes: Sequence[float], *, in_points: bool = False) -> str:
     >>> change_text([-0.02, -0.03], in_points=True)
     '2.5 points less (95 % interval \N{MINUS SIGN}3.9 to 8.9)'
     """
+    if not changes:
+        return ""
     mean, interval = statistics.fmean(changes), interval_of(changes) or ()
     if mean >= 2 and not in_points:  # Easier to read than "400 % more".
         text, *ends = (significant(1 + one, 3) for one in (mean, *interval))
@@ -345,7 +315,7 @@ def interval_of(changes: Sequence[float]) -> tuple[float, float] | None:
     return difference.low, difference.high
 
 
-def _threshold(claim: Claim, in_percent: bool) -> str:
+def threshold(claim: Claim, in_percent: bool) -> str:
     """Return the number of the claim that the verdict depends on, if it has one."""
     if claim.value is None:
         return ""
@@ -356,7 +326,8 @@ def _threshold(claim: Claim, in_percent: bool) -> str:
     return f"must be {claim.test.replace('-', ' ')} {value(claim.value)}"
 
 
-def _mean_text(claim: Claim, values: BySeed, seeds: Sequence[int]) -> str:
+def mean_text(claim: Claim, values: BySeed, seeds: Sequence[int]) -> str:
+    """Return the mean of a claim's measure over seeds, in words."""
     found = mean_std([values[seed] for seed in seeds])
     # No mean of the rest: it would hide the runs that failed.
     if found.mean is None:

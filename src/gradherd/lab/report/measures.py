@@ -3,7 +3,7 @@
 Training runs have the measures below; all other runs have the entries of their summary.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gradherd.lab.report.arms import late_epochs, values_over
@@ -61,6 +61,12 @@ class Measurement:
     in_percent: bool = False
     """Whether the values are percentages, whose differences are points."""
 
+    def change(self, value: float | None, reference: float | None) -> float | None:
+        """Return the change from a reference as a share, or in points; None if one is missing."""
+        if value is None or reference is None:
+            return None
+        return relative_change(value, reference, self.in_percent)
+
     @property
     def available(self) -> bool:
         """Whether both arms have a value at all; expensive measures may be switched off."""
@@ -94,16 +100,14 @@ def measure(
     """
     # Only training runs are stored as columns over epochs; all others have a summary.
     if "summary" in arm[0].figures:
-        reference = None if against is None else _from_summary(name, against)
+        own, other = _from_summary(name, arm), against and _from_summary(name, against)
         higher = name.rpartition(".")[2] in _HIGHER_IS_BETTER
-        return Measurement(_from_summary(name, arm), reference, higher, measure_words(name))
-    runs = [one.record() for one in arm]
-    others = None if against is None else [one.record() for one in against]
-    higher = name in ("metric", "late_metric") and runs[0].higher_is_better
+        return Measurement(own, other or None, higher, measure_words(name))
+    runs, others = [one.record() for one in arm], [one.record() for one in against or ()]
     when = "after the last epoch" if epoch is None else f"after epoch {epoch}"
     words = measure_words(name, runs[0].metric_name, when)
     if name in PAIRED:
-        if others is None:
+        if not others:
             raise ValueError(f"{name} needs an arm to compare with")
         if name == "epochs_to_final":
             reached = epochs_to_final(runs, others)
@@ -111,9 +115,13 @@ def measure(
         # The share already divides by the partner's own epochs, so the reference is always 1.
         shares = epochs_share(runs, others)
         return Measurement(shares, dict.fromkeys(shares, 1.0), False, words)
-    reference = None if others is None else measure_runs(name, epoch, others)
-    percent = in_percent(name, runs[0].metric_name)
-    return Measurement(measure_runs(name, epoch, runs), reference, higher, words, percent)
+    return Measurement(
+        measure_runs(name, epoch, runs),
+        measure_runs(name, epoch, others) if others else None,
+        name in ("metric", "late_metric") and runs[0].higher_is_better,
+        words,
+        in_percent(name, runs[0].metric_name),
+    )
 
 
 def in_percent(name: str, metric: str) -> bool:
@@ -173,45 +181,40 @@ def epochs_share(runs: Sequence[RunRecord], others: Sequence[RunRecord]) -> dict
 
     The partner is the run of the other arm with the same seed.
     """
-    # The best loss, because the final one of an oscillating run may be easier to reach.
-    reached, own = (_epochs_to(some, others, _best_loss) for some in (runs, others))
-    both = {seed: (at, own[seed]) for seed, at in reached.items()}
-    return {seed: at / it if at and it else None for seed, (at, it) in both.items()}
+    # The best loss, because the final one of an oscillating run may be easier to reach. A partner
+    # that diverged sets no goal, however low its loss was before.
+    goals = {run.seed: min(losses, default=None) for run, losses in _finite_losses(others)}
+    reached, own = (_epochs_to(some, goals) for some in (runs, others))
+    return {s: at / it if at and (it := own[s]) else None for s, at in reached.items()}
 
 
 def epochs_to_final(
     runs: Sequence[RunRecord], others: Sequence[RunRecord]
 ) -> dict[int, float | None]:
     """Return the first epoch at which each run is at or below its partner's final loss."""
-    return dict(_epochs_to(runs, others, _final_loss))
+    goals = {run.seed: run.epochs[-1].train_loss if run.epochs else None for run in others}
+    return dict(_epochs_to(runs, goals))
+
+
+def _finite_losses(runs: Sequence[RunRecord]) -> Iterator[tuple[RunRecord, list[float]]]:
+    """Yield each run with its losses; without any if it diverged."""
+    for run in runs:
+        known = [row.train_loss for row in run.epochs if row.train_loss is not None]
+        yield run, known if len(known) == len(run.epochs) else []
 
 
 def _epochs_to(
-    runs: Sequence[RunRecord],
-    others: Sequence[RunRecord],
-    goal: Callable[[RunRecord], float | None],
+    runs: Sequence[RunRecord], goals: Mapping[int, float | None]
 ) -> dict[int, int | None]:
-    """Return when each run reaches a loss of its partner.
+    """Return when each run reaches its goal, by seed: runs of one seed share their initial weights.
 
-    None for a run that never does, or whose partner diverged; runs without partner are left out.
+    None for a run that never does, or that has none; runs without partner are left out.
     """
-    # A goal per seed, as runs of one seed share their initial weights.
-    goals = {run.seed: goal(run) for run in others}
     return {
         run.seed: first_at_or_below([row.train_loss for row in run.epochs], goals[run.seed])
         for run in runs
         if run.seed in goals
     }
-
-
-def _best_loss(run: RunRecord) -> float | None:
-    known = [row.train_loss for row in run.epochs if row.train_loss is not None]
-    # A partner that diverged sets no goal, however low its loss was before.
-    return min(known) if known and len(known) == len(run.epochs) else None
-
-
-def _final_loss(run: RunRecord) -> float | None:
-    return run.epochs[-1].train_loss if run.epochs else None
 
 
 def _from_summary(name: str, results: Sequence[RunResult]) -> dict[int, float | None]:

@@ -43,27 +43,17 @@ class Verdict:
     """The answer in one sentence."""
 
 
-@dataclass(frozen=True)
-class ControlCheck:
-    """An order that uses gradients beside the control: both against the same reference."""
-
-    pair: ArmPair
-    control: ArmPair
-    between: ArmPair
-    """The order against the control."""
-
-
 def answers(comparison: Comparison) -> list[tuple[Question, list[Verdict]]]:
     """Return each question of a comparison with a verdict per pair, and the checks by the control.
 
     All differences are one family: p values are corrected for their number.
     """
-    checks, family = _control_checks(comparison), family_of(comparison)
-    found = []
+    family, found = family_of(comparison), []
     for question in comparison.questions:
         verdicts = [_pair_verdict(question.kind, p, comparison, family) for p in question.pairs]
         if question.kind == "order":
-            verdicts += [one for check in checks if (one := _control_verdict(check, family))]
+            checks = (_control_verdict(*check, family) for check in _control_checks(comparison))
+            verdicts += [one for one in checks if one is not None]
         found.append((question, verdicts))
     return found
 
@@ -86,9 +76,7 @@ def family_of(comparison: Comparison) -> Family:
         for pair in question.pairs
     }
     tests = [one for pair in pairs.values() for one in (_deciding_loss(pair), pair.metric)]
-    return Family(
-        [*tests, *(_deciding_loss(check.between) for check in _control_checks(comparison))]
-    )
+    return Family([*tests, *(_deciding_loss(pair) for _, _, pair in _control_checks(comparison))])
 
 
 def multiple_testing_note(comparison: Comparison) -> str | None:
@@ -107,8 +95,11 @@ def _deciding_loss(pair: ArmPair) -> PairedDifference | None:
     return pair.late_loss or pair.loss
 
 
-def _control_checks(comparison: Comparison) -> list[ControlCheck]:
-    """Return the orders that use gradients, each with the control of the same reference."""
+def _control_checks(comparison: Comparison) -> list[tuple[ArmPair, ArmPair, ArmPair]]:
+    """Return each order that balances gradients, and the control, beside the same reference.
+
+    The third pair is that order against the control.
+    """
     pairs = [p for one in comparison.questions if one.kind == "order" for p in one.pairs]
     controls = [pair for pair in pairs if pair.arm.order == CONTROL]
     if not controls:
@@ -117,7 +108,7 @@ def _control_checks(comparison: Comparison) -> list[ControlCheck]:
     from gradherd.lab.study.kinds import balances_gradients
 
     return [
-        ControlCheck(pair, control, compare_pair(pair.arm, control.arm))
+        (pair, control, compare_pair(pair.arm, control.arm))
         for control in controls
         for pair in pairs
         if pair.reference.key == control.reference.key and balances_gradients(pair.arm.order)
@@ -199,9 +190,10 @@ def _loss_clause(pair: ArmPair, family: Family) -> tuple[str, Direction]:
     return f"{text} ({basis})", direction
 
 
-def _control_verdict(check: ControlCheck, family: Family) -> Verdict | None:
+def _control_verdict(
+    pair: ArmPair, control: ArmPair, between: ArmPair, family: Family
+) -> Verdict | None:
     """Say whether the gain of an order is due to balancing; None without a gain."""
-    pair, control, between = check.pair, check.control, check.between
     arm, other, base = pair.arm, control.arm, pair.reference
     if None in (arm.final_loss.mean, other.final_loss.mean, base.final_loss.mean):
         return None
@@ -255,37 +247,38 @@ def _mean(pair: ArmPair, *, by_loss: bool) -> float:
     difference = pair.loss if by_loss else pair.metric
     if difference is not None:
         return difference.mean
-    finished = pair.arm.finished and pair.reference.finished
-    common = min(pair.arm.epochs, pair.reference.epochs)
-    own, other = (
-        (arm.loss_by_epoch if by_loss else arm.metric_by_epoch)[-1 if finished else common - 1].mean
-        for arm in (pair.arm, pair.reference)
-    )
+    curves = [
+        arm.loss_by_epoch if by_loss else arm.metric_by_epoch for arm in (pair.arm, pair.reference)
+    ]
+    last = -1 if _finished(pair) else min(map(len, curves)) - 1
+    own, other = (curve[last].mean for curve in curves)
     assert own is not None and other is not None
     return own - other
 
 
+def _finished(pair: ArmPair) -> bool:
+    return pair.arm.finished and pair.reference.finished
+
+
 def _not_comparable(kind: str, pair: ArmPair, *, by_loss: bool) -> Verdict | None:
     """Return why there are no means to compare; None if there are."""
-    arm, problem, lost = pair.arm, "", False
-    for one in (arm, pair.reference):
+    for one in (pair.arm, pair.reference):
+        tone: Direction = "open"
         if not one.epochs:
             problem = f"{one.label} has no finished epoch, so nothing is compared"
-            break
-        if (one.final_loss if by_loss else one.final_metric).mean is None:
+        elif (one.final_loss if by_loss else one.final_metric).mean is None:
             values = values_over(one.used, [one.epochs], "train_loss" if by_loss else "metric")
-            count = f"{values.count(None)} of "
             problem = (
-                f"{one.label} diverged with {count}{counted(len(values), 'seed')} (its "
-                f"{'loss' if by_loss else 'metric'} is not finite), so there is no mean to compare"
+                f"{one.label} diverged with {values.count(None)} of {counted(len(values), 'seed')} "
+                f"(its {'loss' if by_loss else 'metric'} is not finite), so there is no mean to "
+                "compare"
             )
-            lost = one is arm
-            break
-    if not problem:
-        return None
-    tone: Direction = "cost" if lost else "open"
-    text = f"{arm.label}: {problem}."
-    return Verdict(kind=kind, arm=arm.label, tone=tone, text=text, headline=text)
+            tone = "cost" if one is pair.arm else "open"
+        else:
+            continue
+        text = f"{pair.arm.label}: {problem}."
+        return Verdict(kind=kind, arm=pair.arm.label, tone=tone, text=text, headline=text)
+    return None
 
 
 def _basis(
@@ -334,30 +327,28 @@ def _reached(pair: ArmPair) -> tuple[str, bool]:
     else:
         itself = f"{ref.label} itself first gets there after {own} of {ref.epochs}"
         when = f"{arm.label} reaches {goal} after {counted(pair.epochs_to, 'epoch')} ({itself})"
-    ratios = {
-        "seconds": _ratio(pair.seconds_to, ref.seconds_by_epoch[own - 1]),
-        "bytes": _ratio(pair.bytes_to, ref.bytes_by_epoch[own - 1]),
+    spent = {
+        "seconds": (pair.seconds_to, ref.seconds_by_epoch[own - 1]),
+        "bytes": (pair.bytes_to, ref.bytes_by_epoch[own - 1]),
     }
     # Seconds of other machines, or of virtual workers, say nothing.
     if not pair.same_clock:
-        del ratios["seconds"]
-    known = {what: ratio for what, ratio in ratios.items() if ratio is not None}
-    if known:
+        del spent["seconds"]
+    # Rounded before it is judged: what is printed as 1.00 must not count as dearer.
+    ratios = {
+        w: round(mine / its, 2) for w, (mine, its) in spent.items() if mine is not None and its
+    }
+    if ratios:
         parts = [
             f"{ratio:.2f} {'of' if ratio <= 1 else 'times'} its {what}"
-            for what, ratio in known.items()
+            for what, ratio in ratios.items()
         ]
         when += f", with {listed(parts)}"
-    dearer = [what for what, ratio in known.items() if ratio > 1]
+    dearer = [what for what, ratio in ratios.items() if ratio > 1]
     if dearer and pair.epochs_to < own:
         costs = ["no less time" if what == "seconds" else "more bytes" for what in dearer]
         when += f": fewer epochs, but {listed(costs)}"
     return when, not dearer and pair.epochs_to <= own
-
-
-def _ratio(own: float | None, other: float) -> float | None:
-    # Rounded before it is judged: what is printed as 1.00 must not count as dearer.
-    return None if own is None or not other else round(own / other, 2)
 
 
 def decimal_places(mean: float, difference: PairedDifference | None) -> int:
@@ -387,7 +378,7 @@ def _which_loss(pair: ArmPair) -> str:
 
 def _read_after(pair: ArmPair) -> str:
     """Say after which epoch a difference was read, if it was not the last one."""
-    if pair.arm.finished and pair.reference.finished:
+    if _finished(pair):
         return ""
     return f" after {counted(min(pair.arm.epochs, pair.reference.epochs), 'epoch')}"
 

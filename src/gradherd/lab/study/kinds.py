@@ -1,11 +1,10 @@
-"""How a study makes its runs: `compare` trains, `herding` reorders random vectors.
+"""How a study makes its runs: `compare` trains.
 
 A study may bring a kind of its own, a `StudyKind` in a file beside it.
 """
 
 import dataclasses
 import functools
-import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from gradherd.comm.world import World
-from gradherd.lab.study.file import Study
+from gradherd.lab.study.file import Study, has_type
 from gradherd.lab.study.results import describe_run, to_columns
 from gradherd.lab.tasks.registry import find_task, import_file
 from gradherd.lab.tasks.task import load_split
@@ -25,8 +24,7 @@ from gradherd.lab.train.config import RunConfig, run_settings
 from gradherd.lab.train.loop import Progress
 from gradherd.lab.train.runner import check_suitable, run_all
 from gradherd.lab.train.stacking import saved_per_example, stack_runs
-from gradherd.ordering.registry import POLICIES, make_policy
-from gradherd.replay.recorded import random_vectors, replay_order
+from gradherd.ordering.registry import POLICIES
 from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.selector import Selector
 
@@ -189,60 +187,7 @@ def _config(run: PlannedRun, context: RunContext) -> RunConfig:
     return RunConfig(**settings, seed=run.seed, virtual=True, device=context.device)
 
 
-class HerdingStudy(StudyKind):
-    """Reorders the same random vectors round after round and records the herding bound.
-
-    The simulation of parallel herding in CD-GraB, arXiv:2302.00845.
-    """
-
-    keys: ClassVar[Mapping[str, Any]] = {
-        "order": str,
-        "workers": int,
-        "units": int,
-        "dim": int,
-        "rounds": int,
-    }
-
-    def settings(self, study: Study, arm: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the checked settings."""
-        refuse_task(study)
-        settings = check_settings(self.keys, {}, {**study.settings, **arm})
-        # replay_order would fail on these as well, but after other arms have run.
-        check_positive(settings, "workers", "units", "dim", "rounds")
-        # An unknown order fails here, before any run.
-        make_policy(settings["order"])
-        return settings
-
-    def run(self, runs: Sequence[PlannedRun], context: RunContext) -> list[RunOutcome]:
-        """Reorder, and record the bound after each round."""
-        outcomes = []
-        for run in runs:
-            get = run.settings
-            context.progress.begin(1, get["rounds"])
-            bounds = replay_order(
-                # Drawn from the seed alone, so every order gets the same vectors.
-                random_vectors(get["workers"], get["units"], get["dim"], run.seed),
-                make_policy(get["order"]),
-                rounds=get["rounds"],
-                seed=run.seed,
-                progress=context.progress.step,
-            ).bounds
-            series = {"round": list(range(len(bounds))), "bound": bounds}
-            outcomes.append(RunOutcome(figures={"series": series, "summary": summarize(bounds)}))
-        return outcomes
-
-
-def summarize(bounds: Sequence[float]) -> dict[str, float]:
-    """Return a summary of the bounds: before the first round, after the last, and on average.
-
-    >>> summarize([9.0, 4.0, 2.0])
-    {'start': 9.0, 'bound': 2.0, 'mean': 3.0}
-    """
-    # Without the start, which no order has changed yet.
-    return {"start": bounds[0], "bound": bounds[-1], "mean": statistics.fmean(bounds[1:])}
-
-
-KINDS: dict[str, StudyKind] = {"compare": CompareStudy(), "herding": HerdingStudy()}
+KINDS: dict[str, StudyKind] = {"compare": CompareStudy()}
 """Kinds of studies by name."""
 
 
@@ -309,12 +254,11 @@ def check_settings(
         check_known("setting", name, keys)
         # Types are checked here, before a task or a benchmark fails on them in words of its own.
         types = keys[name] if isinstance(keys[name], tuple) else (keys[name],)
-        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        if not any(has_type(value, one) for one in types):
             words = " or ".join(one.__name__ for one in types)
             raise ValueError(f"{name} must be {words}, got {value!r}")
     settings = {**defaults, **given}
-    missing = [name for name in keys if name not in settings]
-    if missing:
+    if missing := [name for name in keys if name not in settings]:
         raise ValueError(f"missing settings: {', '.join(missing)}")
     return settings
 

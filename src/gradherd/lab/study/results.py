@@ -242,21 +242,6 @@ def round_floats(value: Any, digits: int = 7) -> Any:
     return value
 
 
-def downsample(
-    values: Sequence[float], max_points: int = _MAX_POINTS
-) -> tuple[list[int], list[float]]:
-    """Return the start and the mean of each of at most `max_points` bins of a series.
-
-    >>> downsample([1.0, 3.0, 5.0, 7.0, 9.0], max_points=3)
-    ([0, 2, 4], [2.0, 6.0, 9.0])
-    """
-    # Rounded up: at most `max_points` bins, the last of which may be short.
-    width = -(-len(values) // max_points) if values else 1
-    starts = list(range(0, len(values), width))
-    # Means of bins, not samples: a spike between two samples would be lost.
-    return starts, [statistics.fmean(values[at : at + width]) for at in starts]
-
-
 def describe_run(record: RunRecord) -> dict[str, Any]:
     """Return the facts that all runs of an arm share, or nearly all."""
     return {name: getattr(record, name) for name in _DESCRIPTION}
