@@ -127,7 +127,6 @@ train digits --lr-drop 0.1 | --lr-drop and lr_drop_every go together, got 0.1 an
 train digits --lr-drop 2 --lr-drop-every 1 | --lr-drop must be in (0, 1], got 2
 train digits --local-steps 0 | --local-steps must be at least 1, got 0
 train digits --sketch-size 8 | --sketch-size
-train digits --parallel pipeline | --parallel must be one of ddp, fsdp, hsdp, got 'pipeline'
 train digits --device gpu | --device must be cpu or cuda, got 'gpu'
 train digits --checkpoint-every 0 | --checkpoint-every
 train digits extra | there is no option or argument extra here
@@ -168,7 +167,7 @@ compare digits --tune lr | --tune
 compare digits --tune momentum=1 | --tune
 compare digits --tune lr=-1,1 | --tune
 compare digits --tune lr=1 --lr 1 | --lr and --tune
-compare wikitext2-lstm-carried --tune lr=1,2 | --tune: task 'wikitext2-lstm-carried' carries a state
+compare carried.py:WikiText2CarriedLSTM --tune lr=1,2 | --tune: .. -lstm-carried' carries a state
 compare digits --sparsifiers exdyna:x | exdyna:x
 compare digits --sparsifiers exdyna:2 | exdyna:2
 compare digits --sparsifiers exdyna:0.1@0 | exdyna:0.1@0
@@ -292,6 +291,8 @@ def bad_files(place):
     for name, array in arrays.items():
         np.save(place / f"{name}.npy", array)
     (place / "text.npy").write_text("hello")
+    carried = (ROOT / "studies" / "tasks" / "lstm_carried.py").read_text()
+    (place / "carried.py").write_text(carried)
     (place / "cut.npy").write_bytes((place / "cube.npy").read_bytes()[:150])
     for folder in ("folder.npy", "folder.toml", "broken"):
         (place / folder).mkdir()

@@ -6,9 +6,7 @@ from dataclasses import replace
 import pytest
 
 from gradherd.cli import demo
-from gradherd.cli.launch import train_runs
 from gradherd.cli.main import main
-from gradherd.cli.options import TrainingOptions
 
 
 @pytest.fixture
@@ -73,15 +71,3 @@ def test_bars_are_as_long_as_their_values_and_fit(capsys, monkeypatch, width):
     lengths = [max(line.count("█"), line.count("#")) for line in lines]
     assert max(map(len, lines)) <= width
     assert lengths[1] == round(lengths[0] / 2) and lengths[2] == 1
-
-
-def test_runs_that_processes_share_are_those_of_one(tmp_path):
-    configs = [replace(one, epochs=1, limit=64) for one in demo.exchange_runs(2, 1)]
-    alone = train_runs(configs, tmp_path / "one", TrainingOptions(quiet=True))
-    shared = train_runs(configs, tmp_path / "two", TrainingOptions(quiet=True), processes=2)
-    assert [one.epochs[0].train_loss for one in shared] == [
-        one.epochs[0].train_loss for one in alone
-    ]
-    assert [(one.sparsify, one.seed) for one in shared] == [
-        (config.exchange, config.seed) for config in configs
-    ]

@@ -76,22 +76,18 @@ class DemoCommand:
         from gradherd.lab.report.comparison import compare
         from gradherd.lab.report.comparison_table import comparison_json
         from gradherd.lab.report.page import write_report
-        from gradherd.lab.train.process_runs import usable_cores
 
         begin = time.monotonic()
         orders = order_runs(self.workers, self.seeds)
         exchanges = exchange_runs(self.workers, min(self.seeds, _EXCHANGE_SEEDS))
-        # Orders train as one stack, exchanges one run after the other on all cores.
-        parts = ((orders, 1, print_orders), (exchanges, usable_cores(), print_exchanges))
+        parts = ((orders, print_orders), (exchanges, print_exchanges))
         records, comparisons = [], []
         with output_folder(self.out, "demo", resume=self.resume, many=True) as out:
             page, options = out / PAGE_FILE, TrainingOptions(quiet=self.quiet)
-            for configs, cores, show in parts:
+            for configs, show in parts:
                 with telling_survivors(out, len(orders) + len(exchanges)):
                     folder = out / configs[0].task
-                    trained = train_missing(
-                        configs, folder, options, resume=self.resume, processes=cores
-                    )
+                    trained = train_missing(configs, folder, options, resume=self.resume)
                 records += trained
                 comparisons.append(compare(trained))
                 if not self.json:

@@ -87,7 +87,6 @@ def train_runs(
     options: TrainingOptions,
     *,
     saving: CheckpointOptions | None = None,
-    processes: int = 1,
 ) -> list[RunRecord]:
     """Train all runs and return their records.
 
@@ -98,29 +97,24 @@ def train_runs(
         out: Folder for records.
         options: Where data are, and what to write and show beside records.
         saving: How to save checkpoints; without it, SIGTERM acts like Ctrl-C.
-        processes: How many processes share virtual runs.
     """
     previous, threads = signal.getsignal(signal.SIGTERM), torch.get_num_threads()
     # With checkpoints SIGTERM means save and stop, which `Checkpointer` handles.
     if saving is None:
         signal.signal(signal.SIGTERM, raise_interrupt)
-    virtual, processes = configs[0].virtual, min(processes, len(configs))
     # One tuple for all ways of training: what local ranks get is pickled.
     quiet = is_quiet(options.quiet)
     job = (list(configs), out, options.data_dir, options.tensorboard, saving, quiet)
     try:
-        if virtual and processes == 1:
+        if configs[0].virtual:
             # One thread: small steps gain nothing from more, and results equal those of ranks to
             # the bit.
             torch.set_num_threads(1)
             return train_on_this_rank(*job)
-        if virtual:
-            shares = _on_processes(processes, job)
-            return [shares[at % processes][at // processes] for at in range(len(configs))]
         if under_torchrun():
             with torchrun_group(configs[0].device):
                 return train_on_this_rank(*job)
-        return _on_processes(configs[0].workers, job)[0]
+        return _on_ranks(configs[0].workers, job)
     except BaseException as error:
         # The record would otherwise say "running" for ever. If the disk is what failed, marking
         # fails as well; the first error says more.
@@ -143,7 +137,6 @@ def train_missing(
     options: TrainingOptions,
     *,
     resume: bool,
-    processes: int = 1,
 ) -> list[RunRecord]:
     """Train the runs of a comparison, except those that a resumed folder already holds.
 
@@ -155,7 +148,6 @@ def train_missing(
         out: Folder for records, one folder for each run.
         options: Where data are, and what to write and show beside records.
         resume: Whether finished runs in `out` count.
-        processes: How many processes share virtual runs.
 
     Returns:
         The records of all runs, in the order of `configs`.
@@ -166,7 +158,7 @@ def train_missing(
         for config in configs
     ]
     missing = [config for config, record in zip(configs, known, strict=True) if record is None]
-    trained = iter(train_runs(missing, out, options, processes=processes) if missing else [])
+    trained = iter(train_runs(missing, out, options) if missing else [])
     return [next(trained) if record is None else record for record in known]
 
 
@@ -175,9 +167,9 @@ def raise_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _on_processes(count: int, job: tuple[Any, ...]) -> list[list[RunRecord]]:
+def _on_ranks(count: int, job: tuple[Any, ...]) -> list[RunRecord]:
     try:
-        return run_ranks(
+        records: list[RunRecord] = run_ranks(
             train_on_this_rank,
             count,
             *job,
@@ -186,7 +178,8 @@ def _on_processes(count: int, job: tuple[Any, ...]) -> list[list[RunRecord]]:
             # Ranks save themselves, so they must hear of SIGTERM, and this process must outlive it
             # to collect the records.
             forward_signals=() if job[4] is None else (signal.SIGTERM,),
-        )
+        )[0]
+        return records
     except RankError as error:
         raise _failure(error) from None
 
@@ -199,13 +192,10 @@ def train_on_this_rank(
     saving: CheckpointOptions | None,
     quiet: bool,
 ) -> list[RunRecord]:
-    """Train all runs on this rank, together with the other ranks; of virtual runs its share."""
+    """Train all runs on this rank, together with the other ranks."""
     # Variables that a launcher has left in the environment mean nothing: a group does.
     world = World.detect() if dist.is_initialized() else World.single()
-    quiet = quiet or world.rank > 0
-    if configs[0].virtual:
-        configs, world = configs[world.rank :: world.size], World.single()
-    with ProgressBar(quiet=quiet) as bar:
+    with ProgressBar(quiet=quiet or world.rank > 0) as bar:
         return run_all(
             configs,
             world,

@@ -75,7 +75,7 @@ _METAVARS = {"clip": "NORM", "lr_drop": "FACTOR", "lr_drop_every": "EPOCHS", "lr
 _HELP = {"rows": f"How gradients are read for ordering; one of {', '.join(ROWS)}."}
 _HINTS = {"limit": "all", "sketch_size": "512", "lr_warmup": "none", "autocast": "none"}
 # What None is called; records have None, as those from before there was a choice.
-_NONE = {"parallel": "ddp", "lr_schedule": "constant"}
+_NONE = {"lr_schedule": "constant"}
 
 
 def _option(setting: RunSetting) -> tuple[str, Any, Any]:

@@ -61,8 +61,7 @@ def test_line_ends_of_another_system(any_edition, tmp_path):
     assert same(task.load(tmp_path), expected)
 
 
-# A text is shortened before it is cut into columns, of which its first sequences are one.
-@pytest.mark.parametrize("task", [name for name in NEEDY if name != "wikitext2-lstm-carried"])
+@pytest.mark.parametrize("task", NEEDY)
 def test_a_limit_keeps_the_first(any_edition, tmp_path, task):
     make(tmp_path, task, "public")
     whole, few = (find_task(task).load(tmp_path, limit=limit) for limit in (None, 20))

@@ -1,6 +1,7 @@
 """Every task, on made-up data: loads, learns, measures, and its examples can be told apart."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ PARAMETERS = {
     "digits-mlp": 301_066,
     "hmda": 19,
     "wikitext2-lstm": 1_081_792,
-    "wikitext2-lstm-carried": 1_081_792,
     "m4-mlp": 5_569,
     "wikitext2-gpt2": 6_846_080,
     "cifar10-lenet": 62_006,
@@ -24,11 +24,11 @@ PARAMETERS = {
     "fashion-lenet": 61_706,
     "sst2-transformer": 1_382_210,
 }
+CARRIED = f"{Path(__file__).parents[3]}/studies/tasks/lstm_carried.py:WikiText2CarriedLSTM"
 # Examples of a step: the large models get few.
 BATCH = {
     "wikitext2-gpt2": 2,
     "wikitext2-lstm": 8,
-    "wikitext2-lstm-carried": 16,  # all columns
     "cifar10-resnet18": 2,
 }
 
@@ -186,7 +186,7 @@ def test_perplexity_of_a_know_all_and_of_a_guesser(loaded):
     assert task.metric(Recite(0 * sure), *split.test) == pytest.approx(size, rel=1e-4)
 
 
-@pytest.mark.parametrize("loaded", ["wikitext2-lstm-carried"], indirect=True)
+@pytest.mark.parametrize("loaded", [CARRIED], indirect=True)
 def test_columns_of_a_text_are_read_beside_each_other(loaded, tmp_path):
     task, split = loaded
     (text,) = find_task("wikitext2-lstm").load(tmp_path, limit=64).train
@@ -213,7 +213,7 @@ STUDY = """
 kind = "compare"
 theme = "ordering"
 title = "Two orders"
-task = "wikitext2-lstm-carried"
+task = "{task}"
 seeds = 1
 settings = {{limit = {limit}}}
 sources = {{limit = "ours", unit = "ours"}}
@@ -233,12 +233,12 @@ def test_settings_that_a_carried_state_refuses(
 ):
     MAKERS["wikitext-2"](tmp_path / "data", "public")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.toml").write_text(STUDY.format(limit=limit, unit=unit))
+    (tmp_path / "mine.toml").write_text(STUDY.format(task=CARRIED, limit=limit, unit=unit))
     options = [f"--limit={limit}", f"--unit={unit}"]
     for words in (
-        ["train", "wikitext2-lstm-carried", *options],
-        ["train", "wikitext2-lstm-carried", *options, "--virtual"],
-        ["compare", "wikitext2-lstm-carried", *options],
+        ["train", CARRIED, *options],
+        ["train", CARRIED, *options, "--virtual"],
+        ["compare", CARRIED, *options],
         ["study", "mine.toml"],  # whose first arm could be trained, if there are enough sequences
     ):
         with pytest.raises(SystemExit) as stop:
@@ -255,7 +255,7 @@ def test_damaged_data_that_are_read_before_training(any_edition, capsys, tmp_pat
     (tmp_path / "data" / "wikitext-2" / "wiki.test.tokens").write_text("too short\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
-        main(["train", "wikitext2-lstm-carried", "--data-dir=data", "--out=out"])
+        main(["train", CARRIED, "--data-dir=data", "--out=out"])
     assert stop.value.code == 1 and not (tmp_path / "out").exists()
     assert "wiki.test.tokens is truncated: 10 bytes" in capsys.readouterr().err
 

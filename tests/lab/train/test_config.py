@@ -31,13 +31,6 @@ EXDYNA = {"sparsify": "exdyna", "density": 0.1}
         ({"sparsify": "topk", "density": 0.0}, r"density must be in \(0, 1\], got 0.0"),
         ({"sparsify": "topk", "density": 2.0}, r"density must be in \(0, 1\], got 2.0"),
         ({"rows": "all"}, "unknown rows 'all'"),
-        ({"parallel": "fsdp", "virtual": True}, "parallel 'fsdp' shards a model over real workers"),
-        (
-            {"parallel": "fsdp", "sparsify": "topk", "density": 0.1},
-            "sparsify 'topk' works between replicas, and fsdp has one: use hsdp",
-        ),
-        ({"parallel": "hsdp", "workers": 3}, "hsdp needs an even number of workers, got 3"),
-        ({"parallel": "zero"}, "unknown parallel 'zero'; known are fsdp, hsdp"),
         ({"sketch_size": 8}, "sketch_size 8 has no effect with rows 'auto'"),
         ({"rows": "sketch", "sketch_size": 0}, "sketch_size must be at least 1, got 0"),
         ({"method": {"blocks": 8}}, "method goes with a sparsifier, got {'blocks': 8} with dense"),
@@ -113,7 +106,7 @@ def test_one_schema_has_every_setting_of_tasks_studies_and_the_command_line():
     options -= {"data_dir", "out", "tensorboard", "quiet"}
     assert set(run_settings()) == fields
     assert of_tasks < fields
-    assert of_studies == fields - {"task", "seed", "held_out", "parallel", "virtual", "device"}
+    assert of_studies == fields - {"task", "seed", "held_out", "virtual", "device"}
     # `train` has options of its own for what `compare` crosses.
     own = {"task", "order", "sparsify", "density", "method", "local_steps", "seed", "held_out"}
     assert options == fields - own
@@ -137,8 +130,8 @@ def test_options_of_the_command_line_become_settings():
     assert plain == RunConfig.of("digits", defaults)
     chosen = TrainingOptions(
         optimizer="adamw", lr=0.01, lr_drop=0.5, lr_drop_every=2, augment=True, autocast="bf16",
-        virtual=True, parallel="ddp", lr_schedule="constant",
+        virtual=True, lr_schedule="constant",
     ).checked()  # fmt: skip
     run = RunConfig.of("digits", defaults, **chosen)
     assert (run.optimizer, run.momentum, run.lr_drop, run.augment) == ("adamw", 0.0, 0.5, True)
-    assert (run.autocast, run.parallel, run.lr_schedule) == ("bf16", None, None)
+    assert (run.autocast, run.lr_schedule) == ("bf16", None)

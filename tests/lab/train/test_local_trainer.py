@@ -54,6 +54,8 @@ def test_ranks_and_one_process_have_the_same_bits(ranks, at):
         if not (config.method or {}).get("overlap"):
             for name in ("steps", "bytes", "density", "padding", "load", "skipped_steps"):
                 assert getattr(own, name) == getattr(there[1], name), name
+            norm = pytest.approx(there[1].residual_norm, rel=near["rtol"], abs=0)
+            assert there[1].residual_norm and own.residual_norm == norm
     # After the last epoch what is left of a phase is exchanged, too.
     assert torch.equal(ranks[0][at][-1][3], ranks[1][at][-1][3])
     assert not torch.equal(ranks[0][at][0][3], ranks[1][at][0][3])

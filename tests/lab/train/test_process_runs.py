@@ -1,4 +1,4 @@
-"""Stacks of small runs that are divided among processes."""
+"""Virtual runs that are divided among processes."""
 
 import dataclasses
 import os
@@ -10,7 +10,7 @@ import pytest
 
 from gradherd.comm.world import World
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.train import process_runs, runner
+from gradherd.lab.train import runner
 from gradherd.lab.train.config import count_steps, plan_runs
 from gradherd.lab.train.loop import Progress
 from gradherd.lab.train.record import RECORD_FILE, read_record
@@ -48,13 +48,13 @@ def _plan():
 def test_runs_in_two_processes_are_those_of_one(tmp_path, monkeypatch):
     configs = _plan()
     expected = run_all(configs, World.single())
-    monkeypatch.setattr(process_runs, "_MIN_STEPS", 0)
+    monkeypatch.setattr(runner, "_MIN_WORK", 0)
     monkeypatch.setattr(runner, "usable_cores", lambda: 2)
-    parts, start = [], process_runs.run_in_processes
+    parts, start = [], runner.run_in_processes
 
-    def watched(train, configs, progress):
+    def watched(train, configs, processes, progress):
         parts.extend(configs)
-        return start(train, configs, progress)
+        return start(train, configs, processes, progress)
 
     monkeypatch.setattr(runner, "run_in_processes", watched)
     seen = _Seen()
@@ -70,12 +70,26 @@ def test_runs_in_two_processes_are_those_of_one(tmp_path, monkeypatch):
     assert seen.steps == sum(count_steps(config, 64) for config in configs)
 
 
+def test_runs_that_are_trained_alone_go_to_processes_too(monkeypatch):
+    configs = [replace(one, task="digits-mlp", limit=32) for one in _plan()]
+    expected = run_all(configs, World.single())
+    monkeypatch.setattr(runner, "_MIN_WORK", 0)
+    monkeypatch.setattr(runner, "usable_cores", lambda: 2)
+    for one, other in zip(expected, run_all(configs, World.single()), strict=True):
+        assert (other.order, other.seed, other.status) == (one.order, one.seed, "done")
+        for a, b in zip(one.epochs, other.epochs, strict=True):
+            # Libraries add up products in an order that depends on addresses.
+            assert a.train_loss == pytest.approx(b.train_loss, rel=1e-6) and a.bytes == b.bytes
+
+
 def test_few_steps_and_large_models_stay_in_one_process():
-    configs = _plan()
-    assert process_runs.divide([0, 1, 2, 3], configs, 650, 100, 2) == [[0, 1, 2, 3]]
-    assert process_runs.divide([0, 1, 2, 3], configs, 10**6, 10**9, 2) == [[0, 1, 2, 3]]
-    assert process_runs.divide([0, 1, 2, 3], configs, 650, 10**9, 2) == [[0, 2], [1, 3]]
-    assert process_runs.divide([3], configs, 650, 10**9, 2) == [[3]]
+    configs, pays = _plan(), runner.pays_in_processes
+    assert not pays(configs, 650, 100)
+    assert not pays(configs, 10**7, 10**9)
+    assert pays(configs, 650, 10**9)
+    assert pays(configs, 300_000, 2_000)
+    assert not pays(configs[:1], 650, 10**9)
+    assert not pays([replace(one, virtual=False) for one in configs], 650, 10**9)
 
 
 def test_what_only_this_process_knows_stays_here(monkeypatch):
@@ -85,9 +99,9 @@ def test_what_only_this_process_knows_stays_here(monkeypatch):
     monkeypatch.setitem(POLICIES, "mine", lambda: make_policy("cd-grab"))
     configs = _plan()
     known = [replace(configs[0], order="mine"), configs[1]]
-    assert len(process_runs.divide([0, 1], known, 650, 10**9, 2)) == 2
+    assert runner.pays_in_processes(known, 650, 10**9)
     monkeypatch.setitem(POLICIES, "mine", lambda: Mine(*dataclasses.astuple(make_policy("d-rr"))))
-    assert process_runs.divide([0, 1], known, 650, 10**9, 2) == [[0, 1]]
+    assert not runner.pays_in_processes(known, 650, 10**9)
 
 
 def fail(part, progress):
@@ -113,17 +127,17 @@ def test_an_error_of_a_process_is_raised_here():
         ("killed", RuntimeError, "ended from outside"),
     ]:
         with pytest.raises(error, match=text):
-            process_runs.run_in_processes(fail, ["fine", part], Progress())
+            runner.run_in_processes(fail, ["fine", part], 2, Progress())
 
 
 @pytest.mark.parametrize(("limit", "cores"), [("1", 1), ("", None), ("0", None), ("many", None)])
 def test_a_limit_of_threads_limits_processes(monkeypatch, limit, cores):
     monkeypatch.setenv("OMP_NUM_THREADS", limit)
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
-    assert process_runs.usable_cores() == (cores or len(os.sched_getaffinity(0)))
+    assert runner.usable_cores() == (cores or len(os.sched_getaffinity(0)))
 
 
 def test_a_script_of_a_user_is_not_started_again(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "/home/me/train.py", raising=False)
-    assert process_runs.usable_cores() == 1
+    assert runner.usable_cores() == 1

@@ -14,8 +14,7 @@ from gradherd.lab.ranks import run_ranks
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.checkpoint import NoUsableCheckpoint
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.parallel_models import MeanHook
-from gradherd.lab.train.rank_trainer import RankTrainer
+from gradherd.lab.train.rank_trainer import MeanHook, RankTrainer
 from tests.lab.train.work import HERE
 
 

@@ -14,12 +14,12 @@ from gradherd.lab.tasks.digits import Digits
 from gradherd.lab.tasks.metrics import eval_mode
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Defaults, Split, Task
-from gradherd.lab.tasks.wikitext2 import CarriedLSTM, WikiText2CarriedLSTM
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.loop import new_record
 from gradherd.lab.train.rank_trainer import RankTrainer
 from gradherd.lab.train.record import EpochRow
 from gradherd.lab.train.virtual_trainer import VirtualTrainer
+from studies.tasks.lstm_carried import CarriedLSTM, WikiText2CarriedLSTM
 
 
 def no_callback(steps=1):

@@ -125,7 +125,7 @@ class CompareStudy(StudyKind):
     keys: ClassVar[Mapping[str, Any]] = {
         one.name: one.types
         for one in run_settings().values()
-        if one.name not in ("task", "seed", "held_out", "parallel", "virtual", "device")
+        if one.name not in ("task", "seed", "held_out", "virtual", "device")
     }
 
     def settings(self, study: Study, arm: Mapping[str, Any]) -> dict[str, Any]:

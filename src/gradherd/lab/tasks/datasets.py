@@ -211,7 +211,6 @@ TASK_DATA: dict[str, tuple[str, ...]] = {
     "digits-mlp": (),
     "hmda": ("hmda-2017",),
     "wikitext2-lstm": ("wikitext-2",),
-    "wikitext2-lstm-carried": ("wikitext-2",),
     "m4-mlp": ("m4",),
     "wikitext2-gpt2": ("wikitext-2", "gpt2-bpe"),
     "cifar10-lenet": ("cifar10",),

@@ -14,7 +14,7 @@ from gradherd.lab.tasks.images import Cifar10LeNet, Cifar10ResNet18, FashionLeNe
 from gradherd.lab.tasks.m4 import M4MLP
 from gradherd.lab.tasks.sst2 import SST2Transformer
 from gradherd.lab.tasks.task import REQUIRED, Defaults, Task, as_task
-from gradherd.lab.tasks.wikitext2 import WikiText2CarriedLSTM, WikiText2GPT2, WikiText2LSTM
+from gradherd.lab.tasks.wikitext2 import WikiText2GPT2, WikiText2LSTM
 from gradherd.lab.text import printable
 
 TASKS: dict[str, Callable[[], Task]] = {
@@ -22,7 +22,6 @@ TASKS: dict[str, Callable[[], Task]] = {
     "digits-mlp": DigitsMLP,
     "hmda": HMDA,
     "wikitext2-lstm": WikiText2LSTM,
-    "wikitext2-lstm-carried": WikiText2CarriedLSTM,
     "m4-mlp": M4MLP,
     "wikitext2-gpt2": WikiText2GPT2,
     "cifar10-lenet": Cifar10LeNet,

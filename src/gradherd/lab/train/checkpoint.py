@@ -75,14 +75,10 @@ class CheckpointStore:
         device: str = "cpu",
         keep: int = 2,
     ) -> None:
-        """Open a folder of checkpoints.
+        """Open a folder that all ranks see, and keep its last `keep` checkpoints.
 
-        Args:
-            folder: The folder; all ranks must see the same one.
-            world: The ranks that write and read together.
-            identity: What a run must have in common with one that it resumes, as JSON values.
-            device: Device of the process group's tensors.
-            keep: How many checkpoints are kept.
+        A run must have `identity`, JSON values, in common with one that it resumes. Tensors of the
+        process group are on `device`.
         """
         self._folder, self._world, self._keep = folder, world, keep
         # As it comes back from a manifest: tuples become lists.
@@ -90,12 +86,7 @@ class CheckpointStore:
         self._device = torch.device(device)
 
     def save(self, step: int, shared: Callable[[], Any], own: Any) -> None:
-        """Write a checkpoint, on all ranks together.
-
-        Args:
-            step: Steps done so far.
-            shared: Returns the state that all ranks share; called on rank 0 only.
-            own: The state of this rank.
+        """Write this rank's state, and what `shared` returns on rank 0, on all ranks together.
 
         Raises:
             OSError: This rank could not write; its peers raise RuntimeError. Earlier checkpoints
@@ -351,15 +342,9 @@ class Checkpointer:
         poll_seconds: float = 1.0,
         device: str = "cpu",
     ) -> None:
-        """Set the schedule.
+        """Save after every so many steps, or, if `every` is None, seconds.
 
-        Args:
-            store: Where checkpoints are written.
-            world: The participating ranks.
-            every: Steps between checkpoints; None goes by the clock.
-            seconds: Seconds between checkpoints if the clock decides.
-            poll_seconds: Approximate seconds between exchanges of clocks and signals.
-            device: Device of the process group's tensors.
+        Ranks exchange their clocks and signals about once in `poll_seconds`.
         """
         self._store, self._world = store, world
         self._every, self._seconds, self._poll_seconds = every, seconds, poll_seconds

@@ -77,9 +77,6 @@ class RunConfig(Hyperparameters):
     """Share of the training examples that are held out; the metric is then the loss on these."""
     limit: int | None = None
     """Use only this many examples of the training set and of the test set."""
-    parallel: Literal["fsdp", "hsdp"] | None = None
-    """How workers hold the model: whole (ddp), in shards (fsdp), or in two replicas of shards
-    (hsdp), between which a sparsifier works."""
     virtual: bool = False
     """Run all workers in this process: the same results, and room for a thousand workers."""
     device: str = "cpu"
@@ -110,7 +107,6 @@ class RunConfig(Hyperparameters):
             raise ValueError(f"autocast {self.autocast!r} works with simulated workers: --virtual")
         self._check_schedule()
         self._check_exchange()
-        self._check_parallel()
 
     def _check_schedule(self) -> None:
         if self.lr_warmup is not None and not 0 <= self.lr_warmup < 1:
@@ -148,20 +144,6 @@ class RunConfig(Hyperparameters):
                 "the optimizer: that must be sgd with momentum 0, "
                 f"got {self.optimizer} with {self.momentum} (momentum = 0.0 beside method)"
             )
-
-    def _check_parallel(self) -> None:
-        if self.parallel is None:
-            return
-        if self.local_steps is not None:
-            raise ValueError(f"local_steps need whole models, got parallel {self.parallel!r}")
-        if self.virtual:
-            raise ValueError(f"parallel {self.parallel!r} shards a model over real workers only")
-        if self.parallel == "fsdp" and self.density is not None:
-            raise ValueError(
-                f"sparsify {self.sparsify!r} works between replicas, and fsdp has one: use hsdp"
-            )
-        if self.parallel == "hsdp" and (self.workers < 2 or self.workers % 2):
-            raise ValueError(f"hsdp needs an even number of workers, got {self.workers}")
 
     @classmethod
     def of(cls, task: str, defaults: Defaults, **chosen: Any) -> "RunConfig":

@@ -1,8 +1,8 @@
 """How workers in one process turn their gradients into the next weights, and what that costs.
 
-Two seams for other methods. What averages gradients at every step is a `GradientWorkers`
-(sparsifiers, PowerSGD). What has weights, or an optimizer, of its own on each worker is a
-`VirtualExchange` (local steps); `make_exchange` chooses.
+Two seams for other methods. What averages gradients at every step has the members of
+`VirtualWorkers` (sparsifiers, PowerSGD). What has weights, or an optimizer, of its own on each
+worker is a `VirtualExchange` (local steps); `make_exchange` chooses.
 
 Letters: R workers, D parameters.
 """
@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -79,22 +78,6 @@ def make_exchange(config: RunConfig, model: nn.Module) -> VirtualExchange:
     return (SharedModel if config.local_steps is None else LocalModels)(config, model)
 
 
-class GradientWorkers(Protocol):
-    """R workers that average their gradients, each with a residual of its own."""
-
-    metrics: dict[str, Any]
-    """Of the last step: density, padding, per_rank and bytes; empty if it was called off."""
-    payload: Tensor | None
-
-    def step(self, grads: Tensor) -> Tensor:
-        """Return the (D,) mean of (R, D) gradients, as far as they are sent."""
-        ...
-
-    def residuals(self) -> Tensor:
-        """Return (R, D) what was not sent yet."""
-        ...
-
-
 class GradientAverager:
     """Averages the gradients of all workers: whole, sparsified or of low rank."""
 
@@ -107,7 +90,7 @@ class GradientAverager:
         self.parameters = [named[name] for name in self.layout.names]
         self.series = BinnedSeries()
         """Densities of the steps."""
-        self._workers: GradientWorkers | None = None
+        self._workers: VirtualWorkers | LowRankWorkers | None = None
         device = self.parameters[0].device
         if settings is not None:
             workers = self._workers = VirtualWorkers(

@@ -17,14 +17,8 @@ from gradherd.lab.tasks.task import BadTask, Split, Task
 from gradherd.lab.train.checkpoint import RunStopped
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import hardware, versions
-from gradherd.lab.train.record import (
-    EpochRow,
-    RunRecord,
-    finite_or_none,
-    write_atomic,
-    write_record,
-)
-from gradherd.lab.train.trainer import EpochCounters, Evaluation, Trainer
+from gradherd.lab.train.record import EpochRow, RunRecord, write_atomic, write_record
+from gradherd.lab.train.trainer import Trainer
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -232,7 +226,7 @@ def _train_epochs(
         for at, (own, evaluation) in enumerate(zip(counters, evaluations, strict=True)):
             if _diverged(writers[at].record):
                 continue  # This run has ended; the others of its stack continue.
-            row = _epoch_row(number, configs[at], own, evaluation, seconds)
+            row = own.row(number, configs[at].lr_at(number), evaluation, seconds)
             writers[at].add(row, trainer.series[at].to_json())
         progress.epoch(number, [evaluation.loss for evaluation in evaluations])
         if all(evaluation.loss is None for evaluation in evaluations):
@@ -248,38 +242,3 @@ def _diverged(record: RunRecord) -> bool:
 
 def _status(record: RunRecord) -> str:
     return "diverged" if _diverged(record) else "done"
-
-
-def _epoch_row(
-    number: int, config: RunConfig, counters: EpochCounters, evaluation: Evaluation, seconds: float
-) -> EpochRow:
-    # What is left is compute. On a GPU, measuring it directly would need a host sync in every step.
-    not_compute = counters.data_seconds + counters.ordering_seconds + counters.exchange_seconds
-    not_compute += counters.saving_seconds
-    sparse_steps, load_steps = counters.sparse_steps, counters.load_steps
-    return EpochRow(
-        epoch=number,
-        train_loss=evaluation.loss,
-        metric=evaluation.metric,
-        lr=config.lr_at(number),
-        steps=counters.steps,
-        seconds=counters.seconds,
-        data_seconds=counters.data_seconds,
-        compute_seconds=max(0.0, counters.seconds - not_compute),
-        ordering_seconds=counters.ordering_seconds,
-        exchange_seconds=counters.exchange_seconds,
-        saving_seconds=counters.saving_seconds,
-        evaluation_seconds=seconds,
-        bytes=counters.bytes,
-        ordering_bytes=counters.ordering_bytes,
-        density=counters.density / sparse_steps if sparse_steps else 1.0,
-        padding=counters.padding / sparse_steps if sparse_steps else None,
-        load=[selected / load_steps for selected in counters.load] if counters.load else None,
-        residual_norm=_finite(counters.residual_norm),
-        skipped_steps=counters.skipped_steps,
-        herding_bound=_finite(counters.herding_bound),
-    )
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None else finite_or_none(value)

@@ -5,7 +5,8 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,7 @@ class DeviceTimer:
         return seconds + sum(float(begin.elapsed_time(end)) for begin, end in events) / 1000
 
 
+@dataclass
 class BinnedSeries:
     """A series of any length in at most a few hundred bins, each with its mean, min and max.
 
@@ -112,51 +114,39 @@ class BinnedSeries:
     [(0, 4.0, 7.0), (4, 9.0, 9.0)]
     """
 
-    def __init__(self, max_bins: int = 400) -> None:
-        self._max_bins = max_bins
-        self._width = 1
-        self._bins: list[tuple[int, float, float, float]] = []  # count, sum, min, max
+    max_bins: int = 400
+    width: int = 1
+    """Values of a bin."""
+    bins: list[tuple[int, float, float, float]] = field(default_factory=list)
+    """Count, sum, min and max of each."""
 
     def add(self, value: float) -> None:
         """Append a value."""
-        if self._bins and self._bins[-1][0] < self._width:
-            count, total, low, high = self._bins[-1]
-            self._bins[-1] = count + 1, total + value, min(low, value), max(high, value)
+        if self.bins and self.bins[-1][0] < self.width:
+            count, total, low, high = self.bins[-1]
+            self.bins[-1] = count + 1, total + value, min(low, value), max(high, value)
             return
-        if len(self._bins) == self._max_bins:
+        if len(self.bins) == self.max_bins:
             self._merge_neighbours()
             self.add(value)
             return
-        self._bins.append((1, value, value, value))
+        self.bins.append((1, value, value, value))
 
     def _merge_neighbours(self) -> None:
         """Halve the number of bins, each twice as wide."""
-        pairs = [self._bins[at : at + 2] for at in range(0, len(self._bins), 2)]
-        self._bins = [
+        pairs = [self.bins[at : at + 2] for at in range(0, len(self.bins), 2)]
+        self.bins = [
             (sum(b[0] for b in p), sum(b[1] for b in p), min(b[2] for b in p), max(b[3] for b in p))
             for p in pairs
         ]
         # Bins stay equally wide, so a bin needs no step of its own.
-        self._width *= 2
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the series."""
-        bins = [list(b) for b in self._bins]
-        return {"max_bins": self._max_bins, "width": self._width, "bins": bins}
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> "BinnedSeries":
-        """Return the series that `state_dict` described."""
-        series = cls(state["max_bins"])
-        series._width = state["width"]
-        series._bins = [(b[0], b[1], b[2], b[3]) for b in state["bins"]]
-        return series
+        self.width *= 2
 
     def to_json(self) -> list[dict[str, float]]:
         """Return the bins as the record stores them."""
         return [
-            {"step": at * self._width, "mean": total / count, "min": low, "max": high}
-            for at, (count, total, low, high) in enumerate(self._bins)
+            {"step": at * self.width, "mean": total / count, "min": low, "max": high}
+            for at, (count, total, low, high) in enumerate(self.bins)
         ]
 
 

@@ -78,13 +78,10 @@ def low_rank_mean(matrices: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class LowRankWorkers:
-    """R workers that exchange low-rank gradients; the counterpart of `VirtualWorkers`.
+    """R = `size` workers that exchange low-rank gradients; the counterpart of `VirtualWorkers`.
 
-    Args:
-        shapes: (m, n) of each parameter, in the order of the flat gradient.
-        density: Share of the elements that may be sent; it decides the rank.
-        size: R.
-        device: Device of the gradients.
+    The share of the elements that may be sent decides the rank. Parameters, as (m, n) matrices, are
+    in the order of the flat gradient.
     """
 
     payload: Tensor | None = None

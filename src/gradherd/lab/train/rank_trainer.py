@@ -1,19 +1,25 @@
-"""Training on real ranks, with DDP or FSDP2: this process is one of them."""
+"""Training on real ranks, with DDP or local steps: this process is one of them."""
 
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 
 from gradherd.comm.checks import TrainingDiverged
-from gradherd.comm.collectives import all_gather
+from gradherd.comm.collectives import all_gather, broadcast
+from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS, SlicedMean, padded_length
 from gradherd.comm.world import World
+from gradherd.hooks.attach import attach
+from gradherd.hooks.bucket_hook import BucketHook
 from gradherd.hooks.herd import Herd
 from gradherd.hooks.state import EXCHANGES, merge_states
 from gradherd.lab.tasks.task import Split, Task, Tensors
@@ -31,16 +37,13 @@ from gradherd.lab.train.optimizers import (
     sparse_settings,
     worker_seed,
 )
-from gradherd.lab.train.parallel_models import make_parallel_model
 from gradherd.lab.train.trainer import (
     EpochCounters,
     EpochExamples,
     Evaluation,
     StepCallback,
     TrainingLoss,
-    evaluation_chunk,
-    finite_metric,
-    full_loss,
+    evaluate,
 )
 from gradherd.ordering.sampler import OrderedSampler
 
@@ -69,6 +72,57 @@ def identity_collate(batch: Any) -> Any:
     return batch
 
 
+class MeanHook(BucketHook):
+    """Averages a DDP model's gradients in a hook, and counts what that costs.
+
+    Small models are averaged as one vector by slices (`comm.sliced_mean`): each element is summed
+    by one rank in the order of ranks, so workers in one process get the same bits. Large ones are
+    averaged bucket by bucket with all-reduce while the backward runs, as DDP does by itself.
+    """
+
+    def __init__(self, ddp: DDP, world: World) -> None:
+        super().__init__(ddp, world)
+        parameters = [p for p in ddp.module.parameters() if p.requires_grad]
+        size = sum(p.numel() for p in parameters)
+        alike = len({(p.dtype, p.device) for p in parameters}) == 1
+        # As one vector only while that is cheap: it waits for the whole backward.
+        self._one_bucket = size <= ONE_BUCKET_ELEMENTS and alike and world.size > 1
+        # Padded to whole slices per rank, once: the padding stays zero.
+        length = padded_length(size, world.size) if self._one_bucket else 0
+        self._flat = parameters[0].detach().new_zeros(length)
+        self._mean = SlicedMean(world)
+
+    def collects(self) -> bool:
+        """Return whether the model is averaged as one vector."""
+        return self.active and self._one_bucket
+
+    def average(self, bucket: dist.GradBucket) -> Future[Tensor]:
+        """Average a bucket by all-reduce; count the wait after the last one."""
+        begin, future = time.perf_counter(), super().average(bucket)
+        if not bucket.is_last() or self.world.size == 1:
+            return future
+
+        def arrived(done: Future[Tensor]) -> Tensor:
+            self.stopwatch.seconds += time.perf_counter() - begin
+            return done.value()
+
+        # Only the wait after the last bucket: earlier ones overlap with the backward.
+        return future.then(arrived)
+
+    def exchange(self, buckets: Sequence[dist.GradBucket]) -> None:
+        """Average all buckets as one vector."""
+        buffers = [bucket.buffer() for bucket in buckets]
+        flats = self._flat[: sum(map(len, buffers))].split([len(buffer) for buffer in buffers])
+        for flat, buffer in zip(flats, buffers, strict=True):
+            flat.copy_(buffer)
+        before = self._mean.bytes
+        self._mean.start(self._flat)
+        self._mean.finish()
+        self.total_bytes += self._mean.bytes - before
+        for flat, buffer in zip(flats, buffers, strict=True):
+            buffer.copy_(flat)
+
+
 class RankTrainer:
     """One rank of a DDP training with gradherd attached: the loop that a user would write."""
 
@@ -81,11 +135,9 @@ class RankTrainer:
         self.model = task.model().to(self._device)
         # From here on every rank draws its own random numbers, such as dropout masks.
         torch.manual_seed(worker_seed(config.seed, world.rank))
-        self._parallel = make_parallel_model(self.model, config, world)
-        self._parameters: list[nn.Parameter] = [
-            p for p in self._parallel.module.parameters() if p.requires_grad
-        ]
-        self._steps = 0  # since this process started
+        # With local steps every rank trains on its own between two exchanges.
+        self._module: Any = self.model if config.local_steps is not None else DDP(self.model)
+        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._examples = EpochExamples(config, task, self._split.train)
         self._loss = TrainingLoss(config, task, len(split.train[0]), workers=1)
         dataset = InMemoryDataset(self._examples.tensors)
@@ -98,6 +150,7 @@ class RankTrainer:
             world=world,
         )
         self._optimizer = make_optimizer(self._parameters, config)
+        self._mean_hook: MeanHook | None = None
         self._herd = self._attach()
         self._loader = DataLoader(
             dataset,
@@ -120,17 +173,23 @@ class RankTrainer:
         # Averaged gradients are equal on all ranks, so one of them is enough.
         self._tracks_prefix_sums = (
             config.sparsify == "dense"
-            and config.parallel is None  # else no rank has the whole gradient
             and config.local_steps is None
             and world.rank == 0
             and can_track_prefix_sums(len(self._loader), size)
         )
 
     def _attach(self) -> Herd:
-        config, sparsify = self._config, None
-        if config.density is not None and config.local_steps is None:
-            sparsify = sparse_settings(config)
-        return self._parallel.attach(self.sampler, sparsify, self._optimizer)
+        config, model, order = self._config, self._module, self.sampler
+        rows = config.row_choice()
+        if config.local_steps is not None:
+            local = config.local()
+            return attach(model, order=order, optimizer=self._optimizer, local=local, rows=rows)
+        sparsify = None if config.density is None else sparse_settings(config)
+        herd = attach(model, order=order, sparsify=sparsify, rows=rows)
+        # Ordering whole batches and sparsifying register a hook of their own.
+        if not model._comm_hooks:
+            self._mean_hook = MeanHook(model, self._world)
+        return herd
 
     def train_epoch(self, number: int, on_step: StepCallback) -> list[EpochCounters]:
         """Train one epoch, or what is left of it after resuming."""
@@ -149,7 +208,7 @@ class RankTrainer:
             self._loss.begin_epoch()
         # Epochs count from 1 in records, from 0 in samplers, as in torch.
         self.sampler.set_epoch(number - 1)
-        self._parallel.module.train()
+        self._module.train()
         batches = iter(self._loader)
         while True:
             fetch = time.perf_counter()
@@ -161,7 +220,7 @@ class RankTrainer:
             set_lr(self._optimizer, lr)
             self._optimizer.zero_grad()
             with self._noting_divergence():
-                self._loss(self._parallel.module, *batch).backward()
+                self._loss(self._module, *batch).backward()
                 if self._tracks_prefix_sums:
                     # Before clipping, which scales the gradient in place: the bound is about what
                     # was averaged.
@@ -170,7 +229,6 @@ class RankTrainer:
             if self._diverged:
                 break
             counters.steps += 1
-            self._steps += 1
             self._count_exchange(counters)
             on_step()
             if self.checkpointer is not None:
@@ -237,17 +295,20 @@ class RankTrainer:
             itself: its generators and residuals.
         """
         herd = self._herd.state_dict(gather=False) if herd is None else herd
-        model, own = self._parallel.state(self._optimizer)
-        own |= {"generators": get_rng_states(self._device), "carried": self._loss.tensors}
+        own: dict[str, Any] = {
+            "generators": get_rng_states(self._device),
+            "carried": self._loss.tensors,
+        }
         own |= {key: herd.pop(key, None) for key in EXCHANGES}
 
         def shared() -> dict[str, Any]:
             return {
                 "epoch": number,
                 "counters": asdict(counters),
-                **model,
+                "model": dict(self.model.state_dict()),
+                "optimizer": self._optimizer.state_dict(),
                 "herd": herd,
-                "series": self.series[0].state_dict(),
+                "series": asdict(self.series[0]),
                 "record": None if self.record is None else self.record(),
             }
 
@@ -256,18 +317,17 @@ class RankTrainer:
     def load(self, checkpoint: LoadedCheckpoint) -> int:
         """Continue from a checkpoint; return the epoch to continue with."""
         shared, size = checkpoint.shared, self._world.size
-        bound = self._config.parallel is not None or bool(self._loss.tensors)
-        if bound and checkpoint.workers != size:
+        if self._loss.tensors and checkpoint.workers != size:
             raise NoUsableCheckpoint(
-                f"it was saved by {checkpoint.workers} workers, this run has {size}: shards of a "
-                "model, or a state that workers carry, can be continued by as many workers only"
+                f"it was saved by {checkpoint.workers} workers, this run has {size}: a state that "
+                "workers carry can be continued by as many workers only"
             )
-        part = checkpoint.part(self._world.rank) if checkpoint.workers == size else {}
-        self._parallel.load(shared, part, self._optimizer)
+        own = checkpoint.part(self._world.rank) if checkpoint.workers == size else {}
+        self.model.load_state_dict(shared["model"])
+        self._optimizer.load_state_dict(shared["optimizer"])
         self.counters = EpochCounters(**shared["counters"])
-        self.series = [BinnedSeries.from_state_dict(shared["series"])]
+        self.series = [BinnedSeries(**shared["series"])]
         if checkpoint.workers == size:
-            own = checkpoint.part(self._world.rank)
             self._herd.load_state_dict(_herd_state(shared, own))
             set_rng_states(own["generators"], self._device)
             for tensor, saved in zip(self._loss.tensors, own.get("carried", ()), strict=True):
@@ -288,14 +348,14 @@ class RankTrainer:
     def _costs(self) -> dict[str, float]:
         """Return what was spent since this process started."""
         metrics = self._herd.metrics()
-        seconds, sent = self._parallel.exchange_costs(metrics, self._steps)
+        hook = self._mean_hook
         saving = 0.0 if self.checkpointer is None else self.checkpointer.stopwatch.seconds
         return {
             "ordering_seconds": metrics["ordering_seconds"],
             "ordering_bytes": metrics["bytes_for_ordering"],
-            "exchange_seconds": seconds,
+            "exchange_seconds": hook.stopwatch.seconds if hook else metrics["exchange_seconds"],
             "saving_seconds": saving,
-            "exchange_bytes": sent,
+            "exchange_bytes": hook.total_bytes if hook else metrics["total_bytes"],
             "skipped_steps": metrics.get("skipped_steps", 0),
             "residual_norm": metrics.get("residual_norm", 0.0),
         }
@@ -316,24 +376,23 @@ class RankTrainer:
         ordering, exchange = all_gather(sent, self._world).value.mean(0).tolist()
         counters.ordering_bytes += round(ordering)
         counters.bytes += round(ordering + exchange)
-        if self._config.density is not None:
+        # Local steps that send all coordinates, in one bit, have a residual as well.
+        if self._config.density is not None or self._config.local_steps is not None:
             counters.residual_norm = after["residual_norm"]
 
     def evaluate(self) -> list[Evaluation]:
         """Evaluate the model, all ranks together."""
-        chunk = evaluation_chunk(self._task, self.model, self._config.batch_size)
         # Evaluation calls the model, too: its hooks must not take that for training. Local steps
         # are evaluated at the weights that all ranks share.
         with self._herd.pause(), self._herd.shared_weights():
-            self._parallel.refresh()
+            # Else each rank would evaluate its part of the loss with BatchNorm statistics of its
+            # own; DDP sends rank 0's, too, before a forward.
+            for buffer in self.model.buffers():
+                broadcast(buffer, self._world)
             if self._diverged:  # The loss in the record says so.
                 for parameter in self._parameters:
                     parameter.detach().fill_(torch.nan)
-            loss = full_loss(self._task, self.model, self._split.train, self._world, chunk)
-            metric = None
-            if not self._world.rank:
-                metric = finite_metric(self._task, self.model, self._split.test)
-        return [Evaluation(loss, metric)]
+            return [evaluate(self._config, self._task, self.model, self._split, self._world)]
 
     def close(self) -> None:
         """Detach from the model."""

@@ -169,7 +169,7 @@ class EpochRow:
     load: list[float] | None = None
     """Elements that each worker selected, mean over steps; None for dense runs."""
     residual_norm: float | None = None
-    """Norm of worker 0's residual after this epoch; None for dense runs."""
+    """Norm of worker 0's residual after this epoch; None if nothing is left for later steps."""
     skipped_steps: int = 0
     """Steps skipped because a gradient was not finite."""
     herding_bound: float | None = None
@@ -246,9 +246,9 @@ def _build_dataclass(kind: Any, values: Mapping[str, Any]) -> Any:
     return kind(**{key: value for key, value in values.items() if key in known})
 
 
-def finite_or_none(value: float) -> float | None:
-    """Return a value that JSON can represent: None if it is not finite."""
-    return value if math.isfinite(value) else None
+def finite_or_none(value: float | None) -> float | None:
+    """Return a value that JSON can represent: None if there is none or it is not finite."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def write_record(record: RunRecord, folder: Path) -> None:

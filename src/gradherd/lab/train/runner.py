@@ -1,10 +1,21 @@
-"""Running the runs of a comparison, and resuming a run from its checkpoints."""
+"""Running the runs of a comparison, in one or several processes, or one with its checkpoints.
+
+A step of a small model is Python and call overhead, which neither torch's threads nor ours speed
+up. So virtual runs are divided among processes, one per core; only progress and records travel
+back.
+"""
 
 import dataclasses
 import gc
 import hashlib
 import logging
-from collections.abc import Sequence
+import multiprocessing
+import os
+import pickle
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,12 +25,12 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.comm.world import World
+from gradherd.lab.ranks import process_pool, start_fork_server
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Split, Task, carries_state, load_split
 from gradherd.lab.train.checkpoint import Checkpointer, CheckpointStore, LoadedCheckpoint
 from gradherd.lab.train.config import RunConfig, count_steps
 from gradherd.lab.train.loop import Progress, RunWriter, new_record, run_epochs
-from gradherd.lab.train.process_runs import divide, run_in_processes, usable_cores
 from gradherd.lab.train.rank_trainer import RankTrainer
 from gradherd.lab.train.record import RunRecord
 from gradherd.lab.train.stacked_trainer import StackedTrainer
@@ -29,9 +40,11 @@ from gradherd.lab.train.stacking import (
     why_not_mean_loss,
     why_not_stackable,
 )
-from gradherd.lab.train.trainer import EpochCounters, Trainer, check_carried
+from gradherd.lab.train.trainer import EpochCounters, Trainer, check_carried, parameter_count
 from gradherd.lab.train.tuning import hold_out
 from gradherd.lab.train.virtual_trainer import VirtualTrainer
+from gradherd.ordering.registry import make_policy
+from gradherd.sparsify.registry import SPARSIFIERS
 
 log = logging.getLogger("gradherd")
 
@@ -41,6 +54,11 @@ CHECKPOINT_FOLDER = "checkpoints"
 # merged.
 CHANGEABLE_SETTINGS = ("epochs", "virtual", "device", "workers")
 """Settings that may change when a run resumes (the record notes other numbers of workers)."""
+
+# Every process has the model, its gradients and the examples.
+_MAX_SIZE = 2_000_000
+# Elements of gradients below which runs take seconds anyway, and what the calls of a step count as.
+_MIN_WORK, _CALLS = 1_000_000_000, 5_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +139,24 @@ def run_all(
                 config, task, split, world, out, saving, progress, tensorboard=tensorboard
             )
         ]
-    for indices, stacked in _group_runs(configs, task, split):
-        parts = _parts(indices, configs, task, split) if stacked else [indices]
-        if len(parts) > 1:
-            how = {"out": out, "data_dir": data_dir, "tensorboard": tensorboard}
-            records |= _run_parts(parts, configs, progress, **how, stop_at=stop_at)
-            continue
+    groups = _group_runs(configs, task, split)
+    pays = configs[0].virtual and pays_in_processes(configs, parameter_count(task.model()), steps)
+    cores = usable_cores() if pays else 1
+    if cores > 1:
+        # Dealt out, not cut: runs of a stack are sorted by what their orders need.
+        parts = [part for ids, _ in groups for at in range(cores) if (part := ids[at::cores])]
+        done = run_in_processes(
+            partial(
+                _train_apart, out=out, data_dir=data_dir, tensorboard=tensorboard, stop_at=stop_at
+            ),
+            [[configs[at] for at in part] for part in parts],
+            cores,
+            progress,
+        )
+        for part, part_records in zip(parts, done, strict=True):
+            records.update(zip(part, part_records, strict=True))
+        return [records[at] for at in range(len(configs))]
+    for indices, stacked in groups:
         group = [configs[at] for at in indices]
         folders = [_run_folder(out, config, saving is not None, world) for config in group]
         # The trainer gets no name here: it would stay alive while the next one is built.
@@ -151,34 +181,124 @@ def run_all(
     return [records[at] for at in range(len(configs))]
 
 
-def _parts(
-    indices: Sequence[int], configs: Sequence[RunConfig], task: Task, split: Split
-) -> list[list[int]]:
-    """Return the runs of a stack by the process that trains them."""
-    size = sum(p.numel() for p in task.model().parameters())
-    steps = sum(count_steps(configs[at], len(split.train[0])) for at in indices)
-    return divide(indices, configs, size, steps, usable_cores())
-
-
-def _run_parts(
-    parts: Sequence[Sequence[int]],
-    configs: Sequence[RunConfig],
-    progress: Progress,
-    **how: Any,
-) -> dict[int, RunRecord]:
-    """Train each part in a process of its own; `how` are arguments of `run_all`."""
-    train = partial(_train_apart, **how)
-    done = run_in_processes(train, [[configs[at] for at in part] for part in parts], progress)
-    return {
-        at: record
-        for part, records in zip(parts, done, strict=True)
-        for at, record in zip(part, records, strict=True)
-    }
-
-
 def _train_apart(group: list[RunConfig], progress: Progress, **how: Any) -> list[RunRecord]:
     """Train the runs of a part, in the process of that part."""
     return run_all(group, World.single(), progress=progress, **how)
+
+
+def usable_cores() -> int:
+    """Return how many processes may train at once; 1 where starting them is not safe."""
+    # Others run beside a process that was started for its share (`gradherd study --jobs`).
+    if sys.platform != "linux" or multiprocessing.parent_process() is not None:
+        return 1
+    # New processes import the main module of this one. Ours may be imported; a script of a user,
+    # which calls the command line, would start all over.
+    path = getattr(sys.modules["__main__"], "__file__", None)
+    if path is not None and Path(path).stem not in ("gradherd", "__main__"):
+        return 1
+    # Whoever limits the threads of a process means its share of the machine.
+    limit = os.environ.get("OMP_NUM_THREADS", "")
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, int(limit)) if limit.isdecimal() and int(limit) else cores
+
+
+def pays_in_processes(configs: Sequence[RunConfig], size: int, steps: int) -> bool:
+    """Return whether virtual runs are divided among processes: CPU runs of more than a few seconds.
+
+    They have one model of so many parameters, and so many steps together.
+    """
+    first = configs[0]
+    if not first.virtual or first.device != "cpu" or size > _MAX_SIZE or len(configs) < 2:
+        return False
+    # A step of a small model is mostly calls from Python.
+    work = steps * max(size * first.workers, _CALLS)
+    return work >= _MIN_WORK and all(_is_known_elsewhere(config) for config in configs)
+
+
+def _is_known_elsewhere(config: RunConfig) -> bool:
+    """Return whether another process knows the task and the methods of a run.
+
+    Those that a program has registered itself are known in its process only.
+    """
+    made: list[object] = [make_policy(config.order)]
+    if config.sparsify in SPARSIFIERS:
+        made.append(SPARSIFIERS[config.sparsify]())
+    if ":" not in config.task:  # else it is a file, which can be read again
+        made.append(find_task(config.task))
+    return all(type(one).__module__.startswith("gradherd.") for one in made)
+
+
+class _SentProgress(Progress):
+    """Sends each call to the process that shows it."""
+
+    def __init__(self, messages: Any) -> None:
+        self._messages = messages
+
+    def group(self, configs: Sequence[RunConfig]) -> None:
+        """Send which runs begin."""
+        self._messages.put(("group", (configs,)))
+
+    def step(self, steps: int = 1) -> None:
+        """Send how many steps are done."""
+        self._messages.put(("step", (steps,)))
+
+    def epoch(self, number: int, losses: list[float | None]) -> None:
+        """Send the losses of an epoch."""
+        self._messages.put(("epoch", (number, losses)))
+
+
+Train = Callable[[list[RunConfig], Progress], list[RunRecord]]
+"""Trains the runs of a part, and returns their records; it must be picklable."""
+_POLL_SECONDS = 0.05
+_progress = Progress()  # in a process of the pool, the one that sends
+
+
+def run_in_processes(
+    train: Train, parts: Sequence[list[RunConfig]], processes: int, progress: Progress
+) -> list[list[RunRecord]]:
+    """Train the parts in so many processes; return the records of each.
+
+    Raises:
+        Exception: That of the first part that failed; the others are stopped.
+    """
+    # A server that has imported torch is forked, as for ranks. Not this process: its threads
+    # (autograd, OpenMP) hold locks that a copy would wait for forever.
+    start_fork_server(run_in_processes)
+    messages = multiprocessing.get_context("forkserver").SimpleQueue()
+    count = min(processes, len(parts))
+    with process_pool(count, "forkserver", _send_progress, messages) as pool:
+        futures = [pool.submit(_train_part, train, part) for part in parts]
+        running = set(futures)
+        while running:
+            done, running = wait(running, _POLL_SECONDS, FIRST_COMPLETED)
+            while not messages.empty():
+                name, values = messages.get()
+                getattr(progress, name)(*values)
+            try:
+                for future in done:
+                    future.result()
+            except BrokenProcessPool:
+                raise RuntimeError(
+                    "a process that trained some of the runs was ended from outside: was there "
+                    "enough memory?"
+                ) from None
+        return [future.result() for future in futures]
+
+
+def _send_progress(messages: Any) -> None:
+    global _progress
+    _progress = _SentProgress(messages)
+
+
+def _train_part(train: Train, part: list[RunConfig]) -> list[RunRecord]:
+    try:
+        return train(part, _progress)
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # An error of a user's task need not be picklable.
+            raise RuntimeError(f"{type(error).__name__}: {error}") from None
+        raise
 
 
 def _run_group(
@@ -193,7 +313,7 @@ def _run_group(
     stop_at: float | None,
 ) -> list[RunRecord]:
     """Train a group of runs to the end, and close its trainer."""
-    size = sum(p.numel() for p in trainer.model.parameters())
+    size = parameter_count(trainer.model)
     writers = [
         RunWriter(new_record(config, task, split, size), folder, tensorboard=tensorboard)
         for config, folder in zip(group, folders, strict=True)
@@ -264,8 +384,7 @@ def run_with_checkpoints(
     identity = run_identity(config, split, trainer.model)
     store = CheckpointStore(out / CHECKPOINT_FOLDER, world, identity, device=config.device)
     checkpoint = store.load() if saving.resume else None
-    size = sum(p.numel() for p in trainer.model.parameters())
-    record = new_record(config, task, split, size)
+    record = new_record(config, task, split, parameter_count(trainer.model))
     if checkpoint is not None:
         before = RunRecord.from_json(checkpoint.shared["record"])
         world_sizes = _world_sizes(before, checkpoint, config.workers)

@@ -44,16 +44,10 @@ class StackedStep:
         select_rows: RowSelector = lambda grads: (grads,),
         workers: int = 1,
     ) -> None:
-        """Prepare the step.
+        """Prepare the step on training data that is on the device.
 
-        Args:
-            task: The task, for its loss.
-            model: A model of the task.
-            tensors: The training data, on the device.
-            optimizer: The optimizer.
-            parameters: (S, D), updated in place by every step.
-            select_rows: Selects what is returned of the gradients.
-            workers: R, for `gradients`.
+        Every step updates the (S, D) parameters in place; `select_rows` selects what is returned of
+        the gradients.
         """
         self.parameters = parameters
         self._optimizer = optimizer
@@ -143,14 +137,10 @@ class StackedStep:
         return tuple(outputs[len(state) :]), mean
 
     def gradients(self, indices: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Compute the gradients of a step without updating parameters.
+        """Return the rows and the (S, R, D) gradients of workers of a step; update nothing.
 
-        Args:
-            indices: (S, G, B) examples of each run; the groups of a worker are adjacent.
-
-        Returns:
-            The selected rows, and (S, R, D) the gradients of the workers; on a GPU the next call
-            overwrites both.
+        On (S, G, B) examples, the groups of a worker adjacent; on a GPU the next call overwrites
+        both.
         """
         workers, *rows = self._worker_means(indices, self.parameters)
         return tuple(rows), workers

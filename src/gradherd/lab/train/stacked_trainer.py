@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.comm.sliced_mean import mean_bytes
-from gradherd.comm.world import World
 from gradherd.lab.tasks.task import Split, Task
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.exchanges import SparseAverager
@@ -30,9 +29,7 @@ from gradherd.lab.train.trainer import (
     EpochExamples,
     Evaluation,
     StepCallback,
-    evaluation_chunk,
-    finite_metric,
-    full_loss,
+    evaluate,
 )
 from gradherd.lab.train.virtual_order import VirtualCoordination, make_ordering, row_settings
 from gradherd.ordering.coordination import finite_batches
@@ -118,16 +115,13 @@ class StackedTrainer:
         self._examples.begin_epoch(number)
         batches = self._indices().split(config.batch_size, dim=2)
         # All of an epoch at once: on a GPU each copy from the host would delay the step.
-        count, steps = len(batches), range(len(batches))
-        # Runs of a stack have one schedule: rates are computed once for each base rate, and once
-        # for all steps where they do not change within an epoch.
-        if config.lr_warmup is None and config.lr_schedule in (None, "constant"):
-            rates = {one.lr: torch.full((count,), one.lr_at(number)) for one in self._configs}
-        else:
-            rates = {
-                one.lr: torch.tensor([one.lr_at(number, at, count) for at in steps])
-                for one in self._configs
-            }
+        count = len(batches)
+        # Runs of a stack have one schedule: rates are computed once for each base rate.
+        bases = {one.lr: one for one in self._configs}
+        rates = {
+            lr: torch.tensor([one.lr_at(number, at, count) for at in range(count)])
+            for lr, one in bases.items()
+        }
         lrs = torch.stack([rates[one.lr] for one in self._configs], dim=1).unsqueeze(2)
         lrs = lrs.to(self._parameters.device)
         # (T, S, D): the next replay of a graph overwrites its means, so they are copied anyway.
@@ -265,13 +259,10 @@ class StackedTrainer:
 
     def evaluate(self) -> list[Evaluation]:
         """Evaluate the models one after the other."""
-        evaluations, single = [], World.single()
-        chunk = evaluation_chunk(self._task, self.model, self._configs[0].batch_size)
+        evaluations = []
         for flat in self._parameters:
             nn.utils.vector_to_parameters(flat, self.model.parameters())
-            loss = full_loss(self._task, self.model, self._split.train, single, chunk)
-            metric = finite_metric(self._task, self.model, self._split.test)
-            evaluations.append(Evaluation(loss, metric))
+            evaluations.append(evaluate(self._configs[0], self._task, self.model, self._split))
         return evaluations
 
     def close(self) -> None:

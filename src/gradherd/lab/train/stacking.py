@@ -205,12 +205,9 @@ class RowBuffer:
     """Rows of the runs that read gradients alike, buffered until they are observed together."""
 
     def __init__(self, runs: Sequence[int], sketch: SketchRows | Tensor | None, size: int) -> None:
-        """Start empty.
+        """Start empty: `runs` are ascending indices among all runs, `size` is D.
 
-        Args:
-            runs: Indices among all runs, ascending.
-            sketch: How rows are sketched, or a (D, k) matrix; None stores whole gradients.
-            size: D.
+        Rows are sketched as given, or by a (D, k) matrix; with None they are whole gradients.
         """
         self.runs, self.columns = list(runs), size
         self._sketch: CountSketch | Tensor | None = None

@@ -3,17 +3,18 @@
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from gradherd.comm.collectives import all_reduce, broadcast
+from gradherd.comm.collectives import all_reduce
 from gradherd.comm.world import World
 from gradherd.lab.tasks.metrics import eval_mode
 from gradherd.lab.tasks.task import (
+    Split,
     Task,
     Tensors,
     UnsuitableSettings,
@@ -24,7 +25,7 @@ from gradherd.lab.tasks.task import (
 )
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import BinnedSeries
-from gradherd.lab.train.record import finite_or_none
+from gradherd.lab.train.record import EpochRow, finite_or_none
 
 # Examples evaluated at once. Small models take many; for large ones a chunk is about as large as a
 # few training steps. A GPU has the memory for more, and would wait for the host otherwise.
@@ -35,6 +36,8 @@ _GPU_CHUNK = 10_000
 # Without cuDNN's kernels, which torch prefers for bfloat16 on Hopper GPUs and which return NaN for
 # some shapes (pytorch/pytorch#196678).
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+_ROW_FIELDS = [one.name for one in fields(EpochRow)]
 
 
 @dataclass
@@ -72,6 +75,30 @@ class EpochCounters:
         # The number of workers is known with the first step.
         before = self.load or [0.0] * len(metrics["per_rank"])
         self.load = [sum(pair) for pair in zip(before, metrics["per_rank"], strict=True)]
+
+    def row(self, number: int, lr: float, evaluation: "Evaluation", seconds: float) -> EpochRow:
+        """Return the epoch as a record has it; the evaluation after it took these seconds."""
+        # What is left is compute. On a GPU, measuring it would need a host sync in every step.
+        not_compute = self.data_seconds + self.ordering_seconds + self.exchange_seconds
+        not_compute += self.saving_seconds
+        # Costs have the same names here and there.
+        same = {name: getattr(self, name) for name in _ROW_FIELDS if hasattr(self, name)}
+        means = {
+            "density": self.density / self.sparse_steps if self.sparse_steps else 1.0,
+            "padding": self.padding / self.sparse_steps if self.sparse_steps else None,
+            "load": [one / self.load_steps for one in self.load] if self.load else None,
+            "residual_norm": finite_or_none(self.residual_norm),
+            "herding_bound": finite_or_none(self.herding_bound),
+            "compute_seconds": max(0.0, self.seconds - not_compute),
+        }
+        return EpochRow(
+            **same | means,
+            epoch=number,
+            lr=lr,
+            train_loss=evaluation.loss,
+            metric=evaluation.metric,
+            evaluation_seconds=seconds,
+        )
 
 
 @dataclass(frozen=True)
@@ -150,11 +177,7 @@ class TrainingLoss:
     Each worker carries its own, from zero at the start of an epoch, through its batches in the
     order in which it visits them. States stay at one address, where captured graphs find them.
 
-    Args:
-        config: The settings of a run.
-        task: Its task, which may have `initial_state` and `carried_loss`.
-        examples: Number of training examples.
-        workers: Number of workers that are trained in this process.
+    There are so many training examples, and so many workers in this process.
 
     Raises:
         UnsuitableSettings: The task carries a state, and some batch is not one unit.
@@ -211,12 +234,18 @@ def passes(config: RunConfig) -> Iterator[None]:
         yield
 
 
+def parameter_count(model: nn.Module) -> int:
+    """Return the number of a model's parameters."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
 def evaluation_chunk(task: Task, model: nn.Module, batch_size: int) -> int:
     """Return how many examples are evaluated at once."""
-    small = sum(p.numel() for p in model.parameters()) < _SMALL_MODEL
+    size = parameter_count(model)
+    small = size < _SMALL_MODEL
     if next(model.parameters()).is_cuda:
         return _GPU_CHUNK if small else task.evaluation_chunk
-    if sum(p.numel() for p in model.parameters()) < _TINY_MODEL:
+    if size < _TINY_MODEL:
         return _TINY_CHUNK
     return _CHUNK if small else min(256, max(8, _BATCHES * batch_size))
 
@@ -226,15 +255,8 @@ def full_loss(
 ) -> float | None:
     """Return the mean loss over all examples, None if it is not finite.
 
-    Each rank evaluates every R-th chunk. Chunks are summed in a fixed order, so the result has the
-    same bits for any number of ranks.
-
-    Args:
-        task: The task.
-        model: The model; its mode is restored.
-        tensors: The arguments of `Task.loss`, n examples each.
-        world: The R ranks that share the work; all of them must call this.
-        chunk: Examples evaluated at once.
+    All ranks must call this: each evaluates every R-th chunk. Chunks are summed in a fixed order,
+    so the result has the same bits for any number of ranks.
     """
     if overrides(task, "whole_loss"):  # Its examples have to be read one after another.
         whole = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
@@ -258,13 +280,12 @@ def full_loss(
     return math.fsum(totals) / len(tensors[0])
 
 
-def finite_metric(task: Task, model: nn.Module, tensors: Tensors) -> float | None:
-    """Return the task's metric, None if it is not finite."""
-    return finite_or_none(float(task.metric(model, *tensors)))
-
-
-def broadcast_buffers(model: nn.Module, world: World) -> None:
-    """Give all ranks rank 0's buffers (BatchNorm statistics), as DDP does before a forward."""
-    # Otherwise each rank would evaluate its part of the loss with other statistics.
-    for buffer in model.buffers():
-        broadcast(buffer, world)
+def evaluate(
+    config: RunConfig, task: Task, model: nn.Module, split: Split, world: World | None = None
+) -> Evaluation:
+    """Evaluate a model, all ranks together; rank 0 alone has the metric."""
+    world = World.single() if world is None else world
+    chunk = evaluation_chunk(task, model, config.batch_size)
+    loss = full_loss(task, model, split.train, world, chunk)
+    metric = None if world.rank else float(task.metric(model, *split.test))
+    return Evaluation(loss, finite_or_none(metric))

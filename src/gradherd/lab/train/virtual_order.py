@@ -71,14 +71,7 @@ class VirtualCoordination:
         rows: RowSettings | None = None,
         parameters: int = 0,
     ) -> None:
-        """Start empty.
-
-        Args:
-            ordering: The orders of all workers.
-            workers: Number of workers.
-            rows: How rows are read, if they are: real ranks scatter whole gradients.
-            parameters: Number of parameters, D.
-        """
+        """Start empty; real ranks scatter rows that are whole gradients of D `parameters`."""
         self._ordering = ordering
         self._workers = workers
         self._runner = SharedRunner(workers)
@@ -96,12 +89,7 @@ class VirtualCoordination:
         self._gatherer.add(rows)
 
     def gather(self, rows: Tensor, batches: Sequence[int]) -> None:
-        """Learn from the rows of several steps, gathered at once.
-
-        Args:
-            rows: (R, units, k) rows of all workers, step after step.
-            batches: Number of units in each step.
-        """
+        """Learn from (R, units, k) rows of several steps; `batches` are the units of each."""
         self._runner.start(observe_gathered(self._ordering, rows, batches, scatters=self._scatters))
 
     def exchange(self, grads: Tensor) -> None:

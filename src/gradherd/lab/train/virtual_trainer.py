@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradherd.comm.world import World
 from gradherd.hooks.row_sources import RowSource, make_row_source
 from gradherd.lab.tasks.task import Split, Task, Tensors
 from gradherd.lab.train.config import RunConfig
@@ -34,9 +33,7 @@ from gradherd.lab.train.trainer import (
     Evaluation,
     StepCallback,
     TrainingLoss,
-    evaluation_chunk,
-    finite_metric,
-    full_loss,
+    evaluate,
     passes,
 )
 from gradherd.lab.train.virtual_order import VirtualCoordination, make_ordering, row_settings
@@ -154,14 +151,7 @@ class VirtualTrainer:
     def __init__(
         self, config: RunConfig, task: Task, split: Split, *, capture: bool = True
     ) -> None:
-        """Build the model.
-
-        Args:
-            config: The settings.
-            task: The task.
-            split: Its examples.
-            capture: Whether steps may be captured as CUDA graphs; this only changes their speed.
-        """
+        """Build the model; `capture` allows CUDA graphs, which only change the speed."""
         self._config, self._task = config, task
         device = self._device = torch.device(config.device)
         self._split = split.to(device)
@@ -297,10 +287,8 @@ class VirtualTrainer:
 
     def evaluate(self) -> list[Evaluation]:
         """Evaluate the model; of local steps, the weights that workers share."""
-        chunk = evaluation_chunk(self._task, self.model, self._config.batch_size)
         with self.exchange.evaluated(), passes(self._config):
-            loss = full_loss(self._task, self.model, self._split.train, World.single(), chunk)
-            return [Evaluation(loss, finite_metric(self._task, self.model, self._split.test))]
+            return [evaluate(self._config, self._task, self.model, self._split)]
 
     def close(self) -> None:
         """Detach from the models and free the graphs."""
