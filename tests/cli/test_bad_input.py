@@ -115,6 +115,8 @@ def check_refusal(exit_code: int | str | None, out: str, err: str, code: int) ->
 COMMANDS = r"""
 --nope | unknown command '--nope'
 fly | unknown command 'fly'; choose from: demo
+trian | unknown command 'trian': did you mean train?
+train digits --epoch 3 | there is no option or argument --epoch here: did you mean --epochs? (see
 train digits --epochs 1e3 | --epochs must be a whole number, got '1e3'
 train digits --batch-size 1.5 | --batch-size must be a whole number, got '1.5'
 train digits --weight-decay -1 | --weight-decay must be at least 0
@@ -216,7 +218,7 @@ replay sparsify cube.npy --out flat.npy | flat.npy
 replay order cut.npy | cut.npy: not a .npy file of numbers (its end is missing)
 replay order folder.npy | folder.npy: not a .npy file of numbers (it is not a file)
 replay | replay needs a subcommand: replay order
-replay ordre | unknown command 'replay ordre'; choose from: replay order
+replay ordre | unknown command 'replay ordre': did you mean replay order?
 replay order | FILE is missing: Array (workers, units, dim)
 replay order none.npy | none.npy: no such file
 replay order cube.npy --order cd-grab,d-rr | --order: unknown 'cd-grab,d-rr'

@@ -86,15 +86,7 @@ def ring_seconds(
 
 
 def measure_cluster(params: int, device_name: str) -> LinkMeasurement:
-    """Measure network and compute on this rank together with all others.
-
-    Args:
-        params: Parameters of the model whose backward pass is timed.
-        device_name: "cpu" or a CUDA device.
-
-    Returns:
-        The same measurement on all ranks.
-    """
+    """Measure network and compute on this rank together with all others; the same on all ranks."""
     world, device = World.detect(), torch.device(device_name)
     latency = ring_seconds(_SHORT_BYTES, _SHORT_REPEATS, world, device)
     long = ring_seconds(_LONG_BYTES, _LONG_REPEATS, world, device, fastest=True)
@@ -107,12 +99,7 @@ def measure_cluster(params: int, device_name: str) -> LinkMeasurement:
 
 
 def step_seconds(params: int, device: torch.device) -> tuple[float, float]:
-    """Return the median seconds of a backward pass, and of the rest of a step.
-
-    Args:
-        params: Parameters of the model.
-        device: Where it is trained.
-    """
+    """Return the median seconds of a backward pass, and of the rest of a step."""
     torch.manual_seed(0)
     net = wide_model(params).to(device)
     side = net[0].in_features

@@ -114,16 +114,7 @@ class Choice:
 
 
 def predict(setting: Setting, exchange: str, order: str = "d-rr") -> Choice:
-    """Predict a step.
-
-    Args:
-        setting: Model, workers and network.
-        exchange: One of `EXCHANGES`.
-        order: One of `ORDERS`.
-
-    Returns:
-        The step and what it consists of.
-    """
+    """Predict a step with one of `EXCHANGES` and one of `ORDERS`."""
     several, overheads = setting.workers > 1, setting.overheads
     ordered = order == "cd-grab" and several
     method, _, detail = exchange.partition("-")
@@ -328,9 +319,5 @@ ORDERS = ("d-rr", "cd-grab")
 
 
 def all_choices(setting: Setting) -> list[Choice]:
-    """Predict a step with every exchange and order.
-
-    Args:
-        setting: Model, workers and network.
-    """
+    """Predict a step with every exchange and order."""
     return [predict(setting, exchange, order) for order in ORDERS for exchange in EXCHANGES]

@@ -90,11 +90,6 @@ def all_gather_seconds(size: float, ranks: int, link: NetworkLink) -> float:
 
     Every rank receives all bytes either way; only the number of hops differs: R - 1 around a ring,
     log2 R with recursive doubling.
-
-    Args:
-        size: Bytes of each rank.
-        ranks: R.
-        link: The network.
     """
     if ranks == 1:
         return 0.0
@@ -107,11 +102,6 @@ def all_to_all_seconds(size: float, ranks: int, link: NetworkLink) -> float:
 
     Direct: R - 1 messages with 1/R of the bytes. Bruck's algorithm: log2 R rounds, each with half
     of them.
-
-    Args:
-        size: Bytes that each rank holds, its own part included.
-        ranks: R.
-        link: The network.
     """
     if ranks == 1:
         return 0.0
@@ -133,10 +123,6 @@ def levels(ranks: int) -> int:
 
 def typical_overheads(device: str, params: float) -> dict[str, float]:
     """Return the seconds per step that each method is expected to spend computing.
-
-    Args:
-        device: One of `DEVICES`: where gradients are.
-        params: Number of parameters.
 
     >>> round(1e3 * typical_overheads("cpu", 10e6)["exdyna"])  # milliseconds
     21

@@ -112,10 +112,6 @@ def recommend(setting: Setting, steps: Mapping[str, Choice]) -> Choice:
     """Return the exchange that changes training least among those within a tenth of the fastest.
 
     What has lost accuracy in our records must be so much faster: `measured.least_speedup`.
-
-    Args:
-        setting: Model, workers and network.
-        steps: The predicted step of each exchange.
     """
     # gradherd's own messages have indices of 32 bits.
     allowed = _MILDEST_FIRST if setting.params <= MAX_COORDINATES else RIVALS
@@ -141,13 +137,7 @@ def _rival(setting: Setting, steps: Mapping[str, Choice], chosen: Choice) -> Cho
 
 
 def speedup_range(setting: Setting, exchange: str, rival: str) -> tuple[float, float]:
-    """Return the least and the largest speedup over `rival` if what was given is somewhat wrong.
-
-    Args:
-        setting: Model, workers and network.
-        exchange: Whose speedup.
-        rival: Over which exchange.
-    """
+    """Return the least and the largest speedup over `rival` if what was given is somewhat wrong."""
     # All corners of what may be wrong: a ratio of step times is extreme in one of them.
     errors = (_INPUT_ERROR, _INPUT_ERROR, _OVERHEAD_ERROR)
     ratios = []
@@ -208,27 +198,17 @@ def _answer(setting: Setting, steps: Mapping[str, Choice], chosen: Choice) -> st
             f"No: gradherd sparsifies models of up to {MAX_COORDINATES:,} parameters, because it "
             "sends indices of 32 bits. Times of sparse exchanges are what they would be."
         )
-    took = f"a step takes {format_seconds(chosen.step_seconds)} with {label(setting, chosen)}"
-    took = f"over {format_rate(setting.link.bandwidth)}, {took}"
-    if chosen.exchange not in RIVALS:
-        # Half precision is the smaller change, so a sparse exchange has to beat that one as well.
-        dense = _best(steps, ("dense", "fp16"))
-        return (
-            f"Yes: {took}, and {format_seconds(dense.step_seconds)} with {dense.exchange}: a "
-            f"worker sends {format_bytes(chosen.bytes)} a step instead of "
-            f"{format_bytes(dense.bytes)}."
-        )
-    ours = _best(steps, [name for name in _MILDEST_FIRST if name not in RIVALS])
-    waits = format_seconds(chosen.overhead_seconds + chosen.exchange_seconds)
-    text = (
-        f"No: {took}, {waits} of which does not overlap with the backward pass, and "
-        f"{format_seconds(ours.step_seconds)} with {label(setting, ours)}"
+    over = f"over {format_rate(setting.link.bandwidth)}, a step takes"
+    took = f"{over} {format_seconds(chosen.step_seconds)} with {label(setting, chosen)}"
+    if chosen.exchange in RIVALS:
+        ours = _best(steps, [name for name in _MILDEST_FIRST if name not in RIVALS])
+        return f"No: {took}, and {format_seconds(ours.step_seconds)} with {label(setting, ours)}."
+    # Half precision is the smaller change, so a sparse exchange has to beat that one as well.
+    dense = _best(steps, ("dense", "fp16"))
+    return (
+        f"Yes: {took}, and {format_seconds(dense.step_seconds)} with {dense.exchange}: a worker "
+        f"sends {format_bytes(chosen.bytes)} a step instead of {format_bytes(dense.bytes)}."
     )
-    if ours.step_seconds < _WORTHWHILE * chosen.step_seconds:
-        return f"{text}: too small a gain for what it has cost."
-    if ours.step_seconds < chosen.step_seconds:
-        return f"{text}: too small a gain to change training for."
-    return f"{text}."
 
 
 def _rate_sentence(setting: Setting, exchange: str) -> str:
@@ -254,17 +234,16 @@ def _conclusion(
             f"So keep dense: nothing here is more than 10 % faster ({label(setting, fastest)}: "
             f"{span} as fast {_IF_WRONG})."
         )
-    best = "the best that torch has"
+    best = ", the best that torch has"
     if chosen.exchange in RIVALS:
-        rival = _best(steps, [name for name in RIVALS if name != chosen.exchange])
-        best = "the best of the rest that torch has"
+        rival, best = _best(steps, [name for name in RIVALS if name != chosen.exchange]), ""
     elif rival.exchange != _best(steps, RIVALS).exchange:
-        best = "the best of torch's that has lost nothing"
+        best = ", the best of torch's that has lost nothing"
     gain = rival.step_seconds / chosen.step_seconds
     times = "about as fast" if abs(gain - 1) < 0.03 else f"{gain:.3g} times as fast"
     low, high = speedup_range(setting, chosen.exchange, rival.exchange)
     text = (
-        f"So use {label(setting, chosen)}: {times} as {label(setting, rival)}, {best} "
+        f"So use {label(setting, chosen)}: {times} as {label(setting, rival)}{best} "
         f"({_between(low, high)} {_IF_WRONG})"
     )
     if has_lost(chosen.exchange, setting.density):
@@ -295,10 +274,6 @@ def label(setting: Setting, choice: Choice) -> str:
 
 def code_for(setting: Setting, exchange: str) -> str | None:
     """Return the code that switches an exchange on; None for dense, which DDP does by itself.
-
-    Args:
-        setting: Gives density and rank.
-        exchange: A key of `choices.EXCHANGES`.
 
     >>> from gradherd.advise.costs import NetworkLink
     >>> link = NetworkLink(bandwidth=1e9, latency=0)

@@ -173,15 +173,7 @@ def _searched(data_dir: Path | None) -> str:
 
 
 def find_local(name: str, data_dir: Path | None) -> LocalDataSet | None:
-    """Return a data set that is on this machine, or None if it is missing.
-
-    Args:
-        name: A key of DATASETS.
-        data_dir: Folder to search first.
-
-    Raises:
-        UsageError: `data_dir` is not a folder.
-    """
+    """Return a data set that is on this machine, or None if it is missing."""
     with usage_errors(["data_dir"]), contextlib.suppress(MissingData):
         return find_dataset(name, data_dir)
     return None

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from gradherd.cli.data import find_local, tasks_of
 from gradherd.cli.parser import CommandFailed
@@ -23,7 +23,6 @@ from gradherd.cli.terminal import print_json, print_table, say, under_torchrun
 from gradherd.lab.tasks.data_files import cache_dir, data_dirs
 from gradherd.lab.tasks.datasets import DATASETS
 
-Status = Literal["ok", "missing", "problem"]
 # Far more than the seconds that a start takes: a slow machine is not a broken one.
 _DEADLINE = 60.0
 MIN_FREE_BYTES = 200 << 20
@@ -32,13 +31,12 @@ MIN_FREE_BYTES = 200 << 20
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """The result of one check."""
 
     name: str
-    status: Status
-    """ok, missing (optional and not installed) or problem (does not work)."""
+    status: Literal["ok", "missing", "problem"]
+    """missing: optional and not installed; problem: does not work."""
     found: str
     hint: str = ""
     """What it is for, and how to fix it if it is not ok."""
@@ -46,8 +44,7 @@ class Check:
     """Whether no training works if this is a problem."""
 
 
-@dataclass(frozen=True)
-class Package:
+class Package(NamedTuple):
     """A package that gradherd uses."""
 
     name: str
@@ -104,7 +101,7 @@ class DoctorCommand:
         broken = [check.name for check in problems if check.essential]
         if self.json:
             keys = ("name", "status", "found", "hint")
-            shown = [{key: getattr(check, key) for key in keys} for check in checks]
+            shown = [dict(zip(keys, check, strict=False)) for check in checks]
             print_json({"checks": shown, "ok": not broken})
         else:
             # The hint gets its own line if there is a problem.
@@ -125,28 +122,26 @@ class DoctorCommand:
 
 def check_package(package: Package) -> Check:
     """Import a package and check its version."""
-
-    def result(status: Status, found: str, hint: str = "") -> Check:
-        hint = f"for {package.purpose}" + (f"; {hint}" if hint else "")
-        return Check(package.name, status, found, hint, package.essential)
-
+    name, module, least, purpose, get, essential = package
     # Looked up before it is imported: a package that is missing and one that is broken need
     # different advice.
-    if importlib.util.find_spec(package.module) is None:
-        return result("problem" if package.essential else "missing", "not installed", package.get)
+    if importlib.util.find_spec(module) is None:
+        status: Literal["problem", "missing"] = "problem" if essential else "missing"
+        return Check(name, status, "not installed", f"for {purpose}; {get}", essential)
     try:
         # Actually imported: a wheel for another CPU or another numpy installs but does not load.
-        module = importlib.import_module(package.module)
+        imported = importlib.import_module(module)
     except Exception as error:  # a broken package may raise anything
-        found = f"cannot be imported: {one_line(error)}"
-        return result("problem", found, f"reinstall it: {package.get}")
+        found, hint = f"cannot be imported: {_one_line(error)}", f"reinstall it: {get}"
+        return Check(name, "problem", found, f"for {purpose}; {hint}", essential)
     try:
-        found = version(package.name)
+        found = version(name)
     except PackageNotFoundError:  # not installed by pip
-        found = str(getattr(module, "__version__", "unknown"))
-    if _version_numbers(found) < _version_numbers(package.least):
-        return result("problem", found, f"needs {package.least}: {package.get}")
-    return result("ok", found)
+        found = str(getattr(imported, "__version__", "unknown"))
+    if _version_numbers(found) < _version_numbers(least):
+        hint = f"for {purpose}; needs {least}: {get}"
+        return Check(name, "problem", found, hint, essential)
+    return Check(name, "ok", found, f"for {purpose}", essential)
 
 
 def _version_numbers(text: str) -> tuple[int, ...]:
@@ -160,13 +155,15 @@ def _version_numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, match.group().split("."))) if match else (10**9,)
 
 
-def one_line(error: BaseException) -> str:
-    r"""Return the type and message of an error in one line.
-
-    >>> one_line(OSError("no\nspace"))
-    'OSError: no space'
-    """
+def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _part(name: str, found: str | None, lacks: str, purpose: str, instead: str) -> Check:
+    """Return the check of an optional part; `found` is None if it is missing."""
+    if found is None:
+        return Check(name, "missing", lacks, f"for {purpose}; {instead}")
+    return Check(name, "ok", found, f"for {purpose}")
 
 
 def distributed() -> list[Check]:
@@ -174,20 +171,19 @@ def distributed() -> list[Check]:
     import torch.distributed as dist
 
     # torch can be built without torch.distributed, and then even is_gloo_available is missing.
-    gloo = dist.is_available() and dist.is_gloo_available()
-    nccl = dist.is_available() and dist.is_nccl_available()
-    launcher = shutil.which("torchrun")
-    there = {True: "in torch", False: "not in this torch"}
+    has_gloo = dist.is_available() and dist.is_gloo_available()
+    has_nccl = dist.is_available() and dist.is_nccl_available()
+    no, cuda = "not in this torch", "comes with the CUDA builds of torch"
+    other = "use --virtual, or install another build of torch: see pytorch.org"
+    python = "python -m torch.distributed.run is the same"
+    gloo = _part("gloo", "in torch" if has_gloo else None, no, "worker processes", other)
+    if not has_gloo:
+        gloo = gloo._replace(status="problem", essential=True)
     return [
-        Check("gloo", "ok" if gloo else "problem", there[gloo], "for worker processes" + (
-            "" if gloo else "; use --virtual, or install another build of torch: see pytorch.org"),
-            essential=True),
-        Check("nccl", "ok" if nccl else "missing", there[nccl], "for workers on GPUs" + (
-            "" if nccl else "; comes with the CUDA builds of torch")),
-        Check("torchrun", "ok" if launcher else "missing", launcher or "not on PATH",
-            "for workers on several machines" + (
-            "" if launcher else "; python -m torch.distributed.run is the same")),
-    ]  # fmt: skip
+        gloo,
+        _part("nccl", "in torch" if has_nccl else None, no, "workers on GPUs", cuda),
+        _part("torchrun", shutil.which("torchrun"), "not on PATH", "several machines", python),
+    ]
 
 
 def launcher_variables() -> Check:
@@ -204,51 +200,47 @@ def gpu() -> Check:
     """Check that every GPU computes."""
     import torch
 
-    purpose = "for --device cuda"
-    if torch.version.cuda is None and torch.version.hip is None:
-        hint = f"{purpose}; needs a CUDA build of torch: see pytorch.org"
-        return Check("gpu", "missing", "torch is built without CUDA", hint)
-    if not torch.cuda.is_available():
-        hint = f"{purpose}; run nvidia-smi to see whether there is a GPU with a driver"
-        return Check("gpu", "missing", "none that torch can see", hint)
-    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    try:
-        for index in range(len(names)):
-            # A kernel and a copy back: a GPU that torch lists may still lack kernels for its
-            # architecture.
-            torch.ones(8, device=f"cuda:{index}").sum().item()
-    except RuntimeError as error:
-        hint = f"{purpose}; run nvidia-smi: is the driver too old, or is another process using it?"
-        return Check("gpu", "problem", f"{', '.join(names)}: {one_line(error)}", hint)
-    return Check("gpu", "ok", ", ".join(names), purpose)
+    found, purpose = None, "--device cuda"
+    lacks, instead = "torch is built without CUDA", "needs a CUDA build of torch: see pytorch.org"
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        lacks = "none that torch can see"
+        instead = "run nvidia-smi to see whether there is a GPU with a driver"
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+        found = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
+        try:
+            for index in range(count):
+                # A kernel and a copy back: a GPU that torch lists may still lack kernels for its
+                # architecture.
+                torch.ones(8, device=f"cuda:{index}").sum().item()
+        except RuntimeError as error:
+            hint = "run nvidia-smi: is the driver too old, or is another process using it?"
+            found = f"{found}: {_one_line(error)}"
+            return Check("gpu", "problem", found, f"for {purpose}; {hint}")
+    return _part("gpu", found, lacks, purpose, instead)
 
 
 def machine() -> list[Check]:
     """Check cores, memory and disks."""
     from gradherd.lab.train.measurements import hardware
 
-    known, free = hardware(), _available_memory()
+    known, free = hardware(), None
+    if Path("/proc/meminfo").exists():
+        free = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
     memory = "unknown" if known["memory_bytes"] is None else _gib(known["memory_bytes"])
+    memory += f", {_gib(1024 * int(free[1]))} available" if free else ""
+    cores = f"{known['cores']} ({known['cpu']})"
+    temporary = "disk, temporary folder"
     return [
-        Check("cores", "ok", f"{known['cores']} ({known['cpu']})",
-              "more workers than cores take turns"),
-        Check("memory", "ok", memory if free is None else f"{memory}, {_gib(free)} available"),
-        disk("disk, current folder", Path.cwd, "records and pages",
-             "name a folder elsewhere with --out"),
-        disk("disk, temporary folder", lambda: Path(tempfile.gettempdir()),
-             "the rendezvous of local workers", "set TMPDIR to another one"),
-    ]  # fmt: skip
+        Check("cores", "ok", cores, "more workers than cores take turns"),
+        Check("memory", "ok", memory),
+        disk("disk, current folder", Path.cwd, "records and pages", "name another with --out"),
+        disk(temporary, lambda: Path(tempfile.gettempdir()), "local workers to meet", "set TMPDIR"),
+    ]
 
 
 def disk(name: str, where: Callable[[], Path], purpose: str, fix: str) -> Check:
-    """Check that a folder can be written to and has room.
-
-    Args:
-        name: Name of the check.
-        where: Returns the folder; it may raise OSError, as for a current folder that was deleted.
-        purpose: What is written there.
-        fix: What to do if it cannot be used.
-    """
+    """Check that a folder can be written to and has room."""
     try:
         folder = where()
         # Permission bits do not tell about read-only file systems and quotas; writing does.
@@ -256,39 +248,24 @@ def disk(name: str, where: Callable[[], Path], purpose: str, fix: str) -> Check:
             file.write(b"x")
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        found, broken = f"cannot be written to: {one_line(error)}", True
+        found, broken = f"cannot be written to: {_one_line(error)}", True
     else:
         found, broken = f"{folder}: {_gib(free)} free", free < MIN_FREE_BYTES
-    hint = f"for {purpose}" + (f"; {fix}" if broken else "")
+    hint = f"for {purpose}" + f"; {fix}" * broken
     return Check(name, "problem" if broken else "ok", found, hint, essential=True)
 
 
-def _available_memory() -> int | None:
-    """Return the bytes of memory that are not in use; None where /proc does not say."""
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="utf-8")
-    except OSError:
-        return None
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.M)
-    return int(match.group(1)) * 1024 if match else None
-
-
 def local_workers(deadline: float = _DEADLINE) -> Check:
-    """Check that two local processes can start, connect and add up a number.
-
-    Args:
-        deadline: Seconds until they count as hanging.
-    """
+    """Check that two local processes can start, connect and add up a number."""
     from gradherd.lab.ranks import RankError, run_ranks
 
     name, purpose = "two local workers", "for train, compare and demo"
-    fix = f"{purpose}; --virtual trains without worker processes"
-    begin = time.monotonic()
+    fix, begin = f"{purpose}; --virtual trains without worker processes", time.monotonic()
     try:
         sums = run_ranks(sum_of_ranks, 2, timeout=deadline)
     # Everything that starting can raise: no fork server, no folder for the rendezvous, no socket.
     except (RankError, TimeoutError, OSError, RuntimeError) as error:
-        found = error.reason if isinstance(error, RankError) else one_line(error)
+        found = error.reason if isinstance(error, RankError) else _one_line(error)
         interface = os.environ.get("GLOO_SOCKET_IFNAME")
         # `run_ranks` uses lo unless the variable names another.
         tried = f"GLOO_SOCKET_IFNAME is {interface}" if interface else "They use interface lo"
@@ -296,8 +273,7 @@ def local_workers(deadline: float = _DEADLINE) -> Check:
         return Check(name, "problem", found, hint, essential=True)
     if sums != [3.0, 3.0]:
         return Check(name, "problem", f"1 + 2 gave {sums}", fix, essential=True)
-    seconds = time.monotonic() - begin
-    found = f"started, added up and ended in {seconds:.1f} s"
+    found = f"started, added up and ended in {time.monotonic() - begin:.1f} s"
     return Check(name, "ok", found, purpose, essential=True)
 
 
@@ -326,18 +302,11 @@ def data_folders() -> Check:
 
 
 def _data_set(name: str) -> Check:
-    local, purpose = find_local(name, None), f"for {', '.join(tasks_of(name))}"
-    if local is not None:
-        return Check(f"data {name}", "ok", f"{local.folder} ({local.form.name})", purpose)
-    downloads = DATASETS[name].downloads
+    local, downloads = find_local(name, None), DATASETS[name].downloads
+    found = None if local is None else f"{local.folder} ({local.form.name})"
     get = f"gradherd data get {name}" if downloads else "gradherd data list says how"
-    return Check(f"data {name}", "missing", "not found", f"{purpose}; {get}")
+    return _part(f"data {name}", found, "not found", ", ".join(tasks_of(name)), get)
 
 
 def _gib(size: int) -> str:
-    """Return a number of bytes in GiB.
-
-    >>> _gib(23 << 30)
-    '23.0 GiB'
-    """
     return f"{size / 2**30:.1f} GiB"

@@ -122,11 +122,6 @@ def finished_record(
 ) -> RunRecord | None:
     """Return the record in a folder if its run needs no more training: complete or diverged.
 
-    Args:
-        out: Folder of the run.
-        config: Settings that it should have.
-        changeable: Settings that may differ.
-
     Raises:
         UsageError: It is the record of a run with other settings, or it is damaged.
     """
@@ -154,10 +149,6 @@ def telling_survivors(out: Path, planned: int) -> Iterator[None]:
 
     Several runs that are interrupted get a page about what there is: the arms of a seed run next
     to each other, so the finished runs can be compared.
-
-    Args:
-        out: Folder of the command.
-        planned: Number of runs that it trains.
     """
     try:
         yield
@@ -208,12 +199,7 @@ def _survivors(out: Path, planned: int) -> str:
 
 
 def mark_unfinished(out: Path, status: str) -> None:
-    """Write into the records of runs that have not ended why they never will.
-
-    Args:
-        out: Folder with the records, at any depth.
-        status: interrupted or failed.
-    """
+    """Write into the records of runs that have not ended why they never will."""
     for path, record in intact_records(out):
         if record.status == "running" and torchrun_rank() == 0:
             write_record(dataclasses.replace(record, status=status), path.parent)

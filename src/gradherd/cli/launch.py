@@ -33,16 +33,7 @@ _COLLECTIVE_TIMEOUT = 1800.0
 
 
 def measure_on_ranks(fn: Callable[..., Any], workers: int, *args: Any) -> Any:
-    """Run a measurement on local ranks.
-
-    Args:
-        fn: A module-level function; ranks import it by name.
-        workers: Number of gloo processes on this machine.
-        *args: Its arguments, the same on every rank.
-
-    Returns:
-        What `fn(*args)` returns on rank 0.
-    """
+    """Run a module-level function on local gloo ranks; return what rank 0 returns."""
     try:
         return run_ranks(fn, workers, *args, timeout=_MEASUREMENT_DEADLINE)[0]
     except RankError as error:
@@ -59,9 +50,6 @@ def torchrun_group(device: str) -> Iterator[None]:
     """Be in torchrun's process group inside; joined and left once, however often it is entered.
 
     Every rank gets one GPU or one CPU thread. Without torchrun nothing happens.
-
-    Args:
-        device: cpu (gloo) or cuda (nccl).
     """
     if not under_torchrun() or dist.is_initialized():
         yield

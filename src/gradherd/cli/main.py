@@ -11,41 +11,31 @@ import select
 import sys
 from collections.abc import Sequence
 
-from gradherd.cli.parser import Command, CommandFailed, UsageError, parse, reason_of
+from gradherd.cli.parser import Command, CommandFailed, UsageError, did_you_mean, parse, reason_of
 from gradherd.cli.terminal import terminal_width, torchrun_rank, wrap
 from gradherd.lab.text import printable
 
-# Modules by name, not classes: one --help imports one of them.
 COMMANDS = {
-    "demo": ("demo:DemoCommand", "see both halves at work in a minute, with an HTML report"),
-    "train": ("train:TrainCommand", "train a task once and record every epoch"),
-    "compare": ("compare:CompareCommand", "compare orders or sparsifiers on one task over seeds"),
-    "study": ("study:StudyCommand", "run all arms and seeds of a study file; keep the results"),
-    "herding": ("herding:HerdingCommand", "compare orders on random vectors, without training"),
-    "replay order": ("replay:ReplayOrderCommand", "reorder recorded gradients with any policy"),
-    "replay sparsify": (
-        "replay:ReplaySparsifyCommand",
-        "sparsify recorded gradients: what is sent, what stays?",
-    ),
-    "bench signs": ("bench:BenchSignsCommand", "time the signs of a step: Gram block or loop"),
-    "bench coordination": (
-        "bench:BenchCoordinationCommand",
-        "time balancing across workers against all-reduce",
-    ),
-    "bench rows": ("bench:BenchRowsCommand", "time per-example gradients against vmap and a loop"),
-    "bench sparsify": (
-        "bench:BenchSparsifyCommand",
-        "time selection and exchange against topk and all-reduce",
-    ),
-    "bench step": ("bench:BenchStepCommand", "time a whole DDP step with cd-grab and with d-rr"),
-    "advise": ("advise:AdviseCommand", "predict step times: will a sparse exchange pay here?"),
-    "report": ("report:ReportCommand", "compare recorded runs and write one HTML page"),
-    "data list": ("data:DataListCommand", "list data sets: which are here, how to get the others"),
-    "data get": ("data:DataGetCommand", "download a data set from its usual public source"),
-    "data check": ("data:DataCheckCommand", "verify sizes and checksums of the data sets here"),
-    "doctor": ("doctor:DoctorCommand", "check that this machine has what gradherd needs"),
+    "demo": "see both halves at work in a minute, with an HTML report",
+    "train": "train a task once and record every epoch",
+    "compare": "compare orders or sparsifiers on one task over seeds",
+    "study": "run all arms and seeds of a study file; keep the results",
+    "herding": "compare orders on random vectors, without training",
+    "replay order": "reorder recorded gradients with any policy",
+    "replay sparsify": "sparsify recorded gradients: what is sent, what stays?",
+    "bench signs": "time the signs of a step: Gram block or loop",
+    "bench coordination": "time balancing across workers against all-reduce",
+    "bench rows": "time per-example gradients against vmap and a loop",
+    "bench sparsify": "time selection and exchange against topk and all-reduce",
+    "bench step": "time a whole DDP step with cd-grab and with d-rr",
+    "advise": "predict step times: will a sparse exchange pay here?",
+    "report": "compare recorded runs and write one HTML page",
+    "data list": "list data sets: which are here, how to get the others",
+    "data get": "download a data set from its usual public source",
+    "data check": "verify sizes and checksums of the data sets here",
+    "doctor": "check that this machine has what gradherd needs",
 }
-"""Command -> (module:class in gradherd.cli, one line of help)."""
+"""Command -> one line of help; `bench signs` is the class BenchSignsCommand of `cli.bench`."""
 # Everything else under torchrun would do the same work once per rank and print it as often.
 _ON_ALL_RANKS = ("train", "compare", "advise")
 """Commands that run on every rank under torchrun."""
@@ -125,11 +115,13 @@ def _run(words: list[str]) -> None:
         known = ", ".join(group or COMMANDS)
         if group and len(words) == 1:
             raise UsageError(f"{asked} needs a subcommand: {known}")
-        raise UsageError(f"unknown command {asked!r}; choose from: {known}")
+        near = did_you_mean(asked, COMMANDS)
+        raise UsageError(f"unknown command {asked!r}{near or f'; choose from: {known}'}")
     if torchrun_rank() != 0 and name not in _ON_ALL_RANKS:
         return  # torchrun started several processes, but this command needs only one.
-    module, command = COMMANDS[name][0].split(":")
-    command_class = getattr(importlib.import_module(f"gradherd.cli.{module}"), command)
+    # One --help imports one module.
+    module = importlib.import_module(f"gradherd.cli.{name.split()[0]}")
+    command_class = getattr(module, f"{name.title().replace(' ', '')}Command")
     parsed: Command = parse(command_class, f"gradherd {name}", words[len(name.split()) :])
     try:
         parsed.run()
@@ -145,11 +137,7 @@ def _run(words: list[str]) -> None:
 
 
 def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
-    """Return the list of commands, as `gradherd --help` prints it.
-
-    Args:
-        names: Commands to list, keys of `COMMANDS`.
-    """
+    """Return the list of commands, as `gradherd --help` prints it."""
     width = terminal_width()
     end = (
         "Run `gradherd COMMAND --help` for options and examples. Results go to stdout (--json for "
@@ -157,7 +145,7 @@ def overview(names: Sequence[str] = tuple(COMMANDS)) -> str:
     )
     lines = ["gradherd: distributed PyTorch training in fewer epochs or fewer bytes", ""]
     for name in names:
-        left, right = f"  gradherd {name}", COMMANDS[name][1]
+        left, right = f"  gradherd {name}", COMMANDS[name]
         beside = f"{left:<30} {right}"
         if len(beside) <= width:
             lines.append(beside)

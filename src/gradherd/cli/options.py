@@ -177,11 +177,6 @@ def check_data(task: Task, data_dir: Path | None, configs: Sequence[RunConfig] =
 
     Only looks for the files, unless the task carries a state: which settings it takes depends on
     its examples. Else content is verified when a run reads it, which takes seconds.
-
-    Args:
-        task: The task.
-        data_dir: Folder to search first.
-        configs: The settings of runs of the task.
     """
     from gradherd.lab.tasks.data_files import DamagedData
     from gradherd.lab.train.runner import check_suitable
@@ -228,10 +223,6 @@ def exchanges(text: str) -> tuple[Exchange, ...]:
 
 def density_for(sparsifiers: Sequence[str], density: float | None) -> float | None:
     """Return the density to train with, or None if nothing is sparsified.
-
-    Args:
-        sparsifiers: Names of the sparsifiers that will run.
-        density: Value of --density; None if it was not given.
 
     Raises:
         UsageError: Nothing would use the density.

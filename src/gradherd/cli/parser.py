@@ -9,6 +9,7 @@ is itself a dataclass is a group of options. argparse does the work. Nothing her
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import inspect
 import math
 import re
@@ -202,13 +203,18 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return wrap(text, width)
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ": did you mean ...?" with the known word that is nearest, or nothing.
+
+    >>> did_you_mean("--epoch", ["--epochs", "--out"]), did_you_mean("x", ["--out"])
+    (': did you mean --epochs?', '')
+    """
+    near = difflib.get_close_matches(word, list(known), 1, 0.75)
+    return f": did you mean {near[0]}?" if near else ""
+
+
 def parse(command: type[T], prog: str, words: Sequence[str]) -> T:
     """Return the options of a command as its dataclass.
-
-    Args:
-        command: A dataclass of options.
-        prog: How it is called, for help and errors.
-        words: What follows on the command line.
 
     Raises:
         UsageError: What is wrong, with which value.
@@ -232,7 +238,8 @@ def parse(command: type[T], prog: str, words: Sequence[str]) -> T:
         wrong = f"{error.argument_name}{colon} {error.message}"
         raise UsageError(f"{wrong} (see {prog} --help)") from None
     if rest:
-        raise UsageError(f"there is no option or argument {rest[0]} here (see {prog} --help)")
+        near = did_you_mean(rest[0].partition("=")[0], _flags(command))
+        raise UsageError(f"there is no option or argument {rest[0]} here{near} (see {prog} --help)")
     for one in options:
         if getattr(values, one.name) is MISSING:
             raise UsageError(f"{one.metavar} is missing: {one.help} (see {prog} --help)")
@@ -313,6 +320,14 @@ def _options(command: type) -> Iterator["_Option | tuple[str, type]"]:
         if typing.get_origin(kind) is tuple and arg.parse is None:
             kind, many = typing.get_args(kind)[0], True
         yield _Option(field.name, kind, many, field.default, arg, texts.get(field.name, ""))
+
+
+def _flags(command: type) -> Iterator[str]:
+    for one in _options(command):
+        if isinstance(one, _Option):
+            yield f"--{one.name.replace('_', '-')}"
+        else:
+            yield from _flags(one[1])
 
 
 def _add_options(group: Any, command: type) -> None:

@@ -150,12 +150,7 @@ class ProgressBar(StudyProgress):
 
 @contextlib.contextmanager
 def counted_loop(total: int, unit: str) -> Iterator[Callable[[], None]]:
-    """Show a bar for a loop; call the function that this yields after each iteration.
-
-    Args:
-        total: Number of iterations.
-        unit: What an iteration is, in the plural, e.g. "rounds".
-    """
+    """Show a bar for a loop; call the function that this yields after each iteration."""
     with ProgressBar(quiet=is_quiet(False)) as bar:
         bar.start(f"{total} {unit.removesuffix('s') if total == 1 else unit}", total)
         yield bar.step

@@ -4,10 +4,10 @@
 load.
 """
 
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +18,7 @@ from gradherd.lab.text import counted
 
 if TYPE_CHECKING:
     from gradherd.lab.report.comparison import Comparison
+    from gradherd.lab.train.record import RunRecord
 
 _SHORT_HEADINGS = {
     "arm": "arm",
@@ -63,27 +64,21 @@ class ReportCommand:
         """Find the records, compare them, write the page and print the tables."""
         if not self.folders:
             raise UsageError("name at least one folder with records, e.g. gradherd report runs/")
-        if self.watch:
-            if self.json:
-                raise UsageError("--watch never comes to the end that --json prints at: choose one")
-            _watch(self.folders, self.out)
-            return
+        if self.watch and self.json:
+            raise UsageError("--watch never comes to the end that --json prints at: choose one")
         out = self.folders[0] / "report.html" if self.out is None else self.out
         if self.out is not None:
             # Now if it was given, since reading many records takes a while. The default is checked
             # after the folders, whose own errors say more.
             _check_out(out)
-        from gradherd.lab.report.arms import find_records
+        if self.watch:
+            self._watch(out)
+            return
         from gradherd.lab.report.comparison import compare_all
         from gradherd.lab.report.comparison_table import comparison_json
-        from gradherd.lab.report.page import write_report
 
         with usage_errors():
-            paths_and_records = find_records(self.folders)
-            records = [record for _, record in paths_and_records]
-            comparisons = compare_all(records)
-        _check_out(out)
-        write_report(records, out, files=[str(path) for path, _ in paths_and_records])
+            comparisons = compare_all(self._write(out))
         if self.json:
             results = [comparison_json(comparison, str(out)) for comparison in comparisons]
             print_json({"comparisons": results, "report": str(out)})
@@ -92,51 +87,52 @@ class ReportCommand:
             # The path once, at the end, where it is still on the screen.
             print_comparison(comparison, out if comparison is comparisons[-1] else None)
 
+    def _write(self, out: Path, reload: int = 0) -> "list[RunRecord]":
+        """Write the page, and return the records that it is about."""
+        from gradherd.lab.report.arms import find_records
+        from gradherd.lab.report.page import write_report
 
-def _watch(folders: Sequence[Path], given: Path | None) -> None:
-    """Write the page whenever a record changes, until Ctrl-C; the last page no longer reloads."""
-    from gradherd.lab.report.arms import record_files
-
-    for folder in folders:
-        # The folder may still be empty, but a misspelt one would be watched for ever.
-        if not folder.is_dir():
-            raise UsageError(f"{folder}: no such folder")
-    out = folders[0] / "report.html" if given is None else given
-    _check_out(out)
-    print(f"watching {', '.join(map(str, folders))}; Ctrl-C ends", flush=True)
-    seen, said = None, ""
-    try:
-        while True:
-            # Sizes and times, not contents: most of the time nothing has changed.
-            now = record_files(folders)
-            if now and now != seen:
-                said = _write_page(folders, out, said, reload=_RELOAD)
-                seen = now
-            time.sleep(_POLL)
-    finally:
-        if seen is not None:
-            _write_page(folders, out, said, reload=0)
-
-
-def _write_page(folders: Sequence[Path], out: Path, said: str, reload: int) -> str:
-    """Write the page and say so; return what was said, so that nothing is said twice."""
-    from gradherd.lab.report.arms import find_records
-    from gradherd.lab.report.page import write_report
-
-    try:
-        found = find_records(folders)
+        found = find_records(self.folders)
+        _check_out(out)
         records = [record for _, record in found]
         write_report(records, out, files=[str(path) for path, _ in found], reload=reload)
-        training = [record for record in records if record.status == "running"]
-        epochs = sum(len(record.epochs) for record in records)
-        words = f"{counted(len(records), 'run')}, {len(training)} training, "
-        words += f"{counted(epochs, 'epoch')}: {out}"
-    except ValueError as error:
-        # A run may be half way: what cannot be compared now may be in a moment.
-        words = f"gradherd: not written: {error}"
-    if words != said:
-        print(words, flush=True, file=sys.stderr if words.startswith("gradherd") else sys.stdout)
-    return words
+        return records
+
+    def _watch(self, out: Path) -> None:
+        """Write the page whenever a record changes, until Ctrl-C; the last page stands still."""
+        from gradherd.lab.report.arms import record_files
+
+        for folder in self.folders:
+            # The folder may still be empty, but a misspelt one would be watched for ever.
+            if not folder.is_dir():
+                raise UsageError(f"{folder}: no such folder")
+        print(f"watching {', '.join(map(str, self.folders))}; Ctrl-C ends", flush=True)
+        seen = None
+        try:
+            while True:
+                # Sizes and times, not contents: most of the time nothing has changed.
+                now = record_files(self.folders)
+                if now and now != seen:
+                    seen = now
+                    self._follow(out)
+                time.sleep(_POLL)
+        finally:
+            # A record that cannot be read now was named when it changed.
+            with contextlib.suppress(ValueError):
+                if seen is not None:
+                    self._write(out)
+
+    def _follow(self, out: Path) -> None:
+        try:
+            records = self._write(out, _RELOAD)
+        except UsageError:
+            raise
+        except ValueError as error:  # a run may be half way: it may be readable in a moment
+            print(f"gradherd: not written: {error}", file=sys.stderr)
+            return
+        training = sum(record.status == "running" for record in records)
+        epochs = counted(sum(len(record.epochs) for record in records), "epoch")
+        print(f"{counted(len(records), 'run')}, {training} training, {epochs}: {out}", flush=True)
 
 
 def _check_out(out: Path) -> None:
@@ -151,12 +147,7 @@ def _check_out(out: Path) -> None:
 
 
 def print_comparison(comparison: "Comparison", page: Path | None) -> None:
-    """Print the table of a comparison, its notes and verdicts, and where the page is.
-
-    Args:
-        comparison: The comparison.
-        page: The HTML page about it; None if there is none yet.
-    """
+    """Print the table of a comparison, its notes and verdicts, and where the page is."""
     from gradherd.lab.report.comparison_table import comparison_table
     from gradherd.lab.report.verdicts import all_verdicts, multiple_testing_note
 

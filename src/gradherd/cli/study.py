@@ -82,6 +82,9 @@ class StudyCommand:
             raise UsageError(f"--stop-after must be above 0 minutes, got {self.stop_after:g}")
         if self.device is not None:
             usable_device(self.device)
+        # All before any run, so that a missing package is reported at once.
+        from gradherd.lab.report import claims as _  # noqa: F401
+        from gradherd.lab.report.measures import check_measures
         from gradherd.lab.study.file import read_study
         from gradherd.lab.study.kinds import kind_of
         from gradherd.lab.study.results import read_arms
@@ -90,7 +93,7 @@ class StudyCommand:
         with usage_errors():
             study = read_study(self.file)
             planned = plan_runs(study, self.only, self.seeds)
-            _check_reportable(study)
+            check_measures(study)  # no result could support other claims
             out = RESULTS / study.name if self.out is None else self.out
             results = read_arms(out, dict.fromkeys(run.arm for run in planned))
             todo = missing_runs(planned, results)
@@ -180,7 +183,9 @@ class StudyCommand:
     def _print_result(
         self, study: Study, out: Path, runs: list[dict[str, Any]], skipped: int, left: int
     ) -> None:
-        verdicts = _verdicts(study, out)
+        from gradherd.lab.report.claims import judge_study
+
+        verdicts = judge_study(study, out)[1]
         if self.json:
             result = {"study": study.name, "kind": study.kind, "out": str(out), "runs": runs}
             claims = [{"id": v.claim.id, "verdict": v.verdict, "ours": v.ours} for v in verdicts]
@@ -218,15 +223,6 @@ def print_claims(verdicts: Sequence[ClaimVerdict]) -> None:
         print(f"{verdict.verdict:16}  {verdict.claim.id}: {verdict.ours}")
 
 
-def _check_reportable(study: Study) -> None:
-    """Refuse claims that no result of this study can support, before running it."""
-    try:
-        from gradherd.lab.report.measures import check_measures
-    except ModuleNotFoundError:  # `_verdicts` reports it at the end.
-        return
-    check_measures(study)
-
-
 def _check_out(out: Path) -> None:
     """Refuse a folder that cannot be written to before any run is lost to it."""
     existing = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
@@ -234,17 +230,6 @@ def _check_out(out: Path) -> None:
         raise UsageError(f"--out {str(out)!r}: {str(existing)!r} is a file, not a folder")
     if not os.access(existing, os.W_OK):
         raise UsageError(f"--out {str(out)!r}: the folder {str(existing)!r} cannot be written to")
-
-
-def _verdicts(study: Study, out: Path) -> list[ClaimVerdict]:
-    """Return the verdicts on the study's claims; none if a package for reports is missing."""
-    try:
-        from gradherd.lab.report.claims import judge_study
-    except ModuleNotFoundError as error:
-        advice = f"verdicts need {error.name}: pip install jinja2 scipy"
-        print(f"gradherd: {advice}", file=sys.stderr)
-        return []
-    return judge_study(study, out)[1]
 
 
 def _device(study: Study, option: str | None) -> str:

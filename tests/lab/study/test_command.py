@@ -1,4 +1,5 @@
 import json
+import subprocess
 import sys
 
 import pytest
@@ -208,11 +209,13 @@ def no_device(name):
     raise UsageError(f"--device {name!r} cannot be used here")
 
 
-def test_without_what_reports_need_there_are_results_and_no_verdicts(root, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "gradherd.lab.report.claims", None)
-    code, out, err = run(capsys, "study", "studies/small.toml", "--only", "d-rr", "--seeds", "0")
-    assert code == 0 and "1 run;" in out and "pip install jinja2 scipy" in err
-    assert (root / "benchmarks" / "results" / "small" / "d-rr.json").exists()
+def test_without_what_reports_need_nothing_is_run(root):
+    code = "import sys; sys.modules['scipy'] = None; from gradherd.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "study", "studies/small.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "reports need scipy" in done.stderr and "pip install jinja2 scipy" in done.stderr
+    assert not (root / "benchmarks").exists()
 
 
 def test_nothing_is_begun_without_time(root, capsys):
