@@ -2,13 +2,17 @@
 
 A GPT-2 on WikiText-2; R workers of 8 blocks of 128 tokens each, warm-up and cosine, bf16 passes,
 float32 weights. All workers are rows of the same tensors, so a run takes half a minute on an H200.
+`--bytes 256` trains on blocks of 256 bytes of the same text instead of GPT-2's tokens.
 Exchanges are gradherd's own (`VirtualWorkers`, `OuterOptimizer`), with the bytes that ranks would
 send; peers that gradherd does not have are written out below. Usage:
 
     python benchmarks/few_bytes.py --out few-bytes.jsonl [--arms dense,local-4] [--seeds 0,1,2]
-        [--epochs 10] [--workers 8] [--width 192] [--layers 4] [--data tokens.npz] [--part 0/4]
+        [--epochs 10] [--workers 8] [--blocks 8] [--width 192] [--layers 4] [--head 32]
+        [--bytes 256] [--data tokens.npz] [--part 0/4]
 
 Arms are names of `ARMS`, with settings after a colon if they differ: local-4:lr=2e-3:outer_lr=0.9.
+Rates of local steps there are those of 8 workers; multiply the rate of dense training by
+`LocalSteps.lr_factor` for others.
 Writes one line of JSON per run: test perplexity after each epoch, bytes sent by a worker, and how
 many times fewer that is than the float32 all-reduce of every step.
 """
@@ -35,10 +39,8 @@ from gradherd.sparsify.packing import decode_values, encode_values
 from gradherd.sparsify.settings import make_settings
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 
-TOKENS, LENGTH, BLOCKS = 50_257, 128, 8
-"""Words of GPT-2's vocabulary, tokens of a block, blocks of a worker's batch."""
-HEAD = 32
-"""Width of an attention head."""
+TOKENS, LENGTH = 50_257, 128
+"""Words of GPT-2's vocabulary, tokens of a block."""
 BETAS, DECAY, WARMUP = (0.9, 0.999), 0.01, 0.05
 
 
@@ -51,11 +53,18 @@ class Shape:
 
     width: int
     layers: int
+    head: int = 32
+    """Width of an attention head."""
+    vocabulary: int = TOKENS
+    length: int = LENGTH
+    """T, tokens of a block."""
 
     def sizes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of each parameter."""
         c = self.width
-        sizes: dict[str, tuple[int, ...]] = {"tokens": (TOKENS, c), "places": (LENGTH, c)}
+        sizes: dict[str, tuple[int, ...]] = {
+            "tokens": (self.vocabulary, c), "places": (self.length, c),
+        }  # fmt: skip
         for layer in range(self.layers):
             block = {
                 "norm1": (c,), "norm1_bias": (c,), "qkv": (c, 3 * c), "qkv_bias": (3 * c,),
@@ -84,11 +93,12 @@ class Shape:
     def losses(self, flat: Tensor, blocks: Tensor) -> Tensor:
         """Return (R,) mean losses of (R, D) weights on (R, b, T) blocks of tokens."""
         workers, count = blocks.shape[:2]
-        p, at = {}, 0
-        for name, size in self.sizes().items():
-            p[name] = flat[:, at : at + math.prod(size)].view(workers, *size)
-            at += math.prod(size)
-        width = self.width
+        sizes = self.sizes()
+        # Split, not sliced: the gradient of a split is one concatenation.
+        parts = flat.split([math.prod(size) for size in sizes.values()], dim=1)
+        named = zip(sizes.items(), parts, strict=True)
+        p = {name: part.view(workers, *size) for (name, size), part in named}
+        width, length, words = self.width, self.length, self.vocabulary
 
         def norm(x: Tensor, name: str) -> Tensor:
             return F.layer_norm(x, (width,)) * p[name][:, None] + p[f"{name}_bias"][:, None]
@@ -97,23 +107,23 @@ class Shape:
             bias, weight = p[f"{name}_bias"][:, None].bfloat16(), p[name].bfloat16()
             return torch.baddbmm(bias, x.bfloat16(), weight)
 
-        shift = TOKENS * torch.arange(workers, device=blocks.device)[:, None, None]
-        table = p["tokens"].reshape(workers * TOKENS, width)
-        x = F.embedding((blocks + shift).view(-1), table).view(workers, count, LENGTH, width)
-        x = (x + p["places"][:, None]).view(workers, count * LENGTH, width)
+        shift = words * torch.arange(workers, device=blocks.device)[:, None, None]
+        table = p["tokens"].reshape(workers * words, width)
+        x = F.embedding((blocks + shift).view(-1), table).view(workers, count, length, width)
+        x = (x + p["places"][:, None]).view(workers, count * length, width)
         for layer in range(self.layers):
             heads = linear(norm(x, f"{layer}.norm1"), f"{layer}.qkv")
-            heads = heads.view(workers * count, LENGTH, 3, width // HEAD, HEAD)
+            heads = heads.view(workers * count, length, 3, width // self.head, self.head)
             q, k, v = heads.permute(2, 0, 3, 1, 4)
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-            mixed = mixed.reshape(workers, count * LENGTH, width)
+            mixed = mixed.reshape(workers, count * length, width)
             x = x + linear(mixed, f"{layer}.out").float()
             inner = linear(norm(x, f"{layer}.norm2"), f"{layer}.up")
             x = x + linear(F.gelu(inner, approximate="tanh"), f"{layer}.down").float()
-        x = norm(x, "norm").bfloat16().view(workers, count, LENGTH, width)[:, :, :-1]
+        x = norm(x, "norm").bfloat16().view(workers, count, length, width)[:, :, :-1]
         logits = torch.bmm(x.reshape(workers, -1, width), p["tokens"].bfloat16().transpose(1, 2))
         targets = blocks[:, :, 1:].reshape(-1)
-        loss = F.cross_entropy(logits.view(-1, TOKENS).float(), targets, reduction="none")
+        loss = F.cross_entropy(logits.view(-1, words).float(), targets, reduction="none")
         return loss.view(workers, -1).mean(1)
 
 
@@ -232,8 +242,11 @@ def fast_functions(shape: Shape, device: str) -> tuple[Callable[..., Tensor], Ca
 class Run:
     """One arm with one seed."""
 
-    def __init__(self, arm: Arm, shape: Shape, workers: int, seed: int, tokens: tuple[Tensor, ...]):
-        self._arm, self._shape, self._workers, self._seed = arm, shape, workers, seed
+    def __init__(
+        self, arm: Arm, shape: Shape, workers: int, blocks: int, seed: int,
+        tokens: tuple[Tensor, ...],
+    ) -> None:  # fmt: skip
+        self._arm, self._shape, self._workers, self._blocks = arm, shape, workers, blocks
         self._train, self._test = tokens
         device = self._train.device
         self._generator = torch.Generator(device=device).manual_seed(1000 + seed)
@@ -255,7 +268,7 @@ class Run:
 
     def train(self, epochs: int) -> dict[str, Any]:
         """Return perplexities and bytes."""
-        batch = self._workers * BLOCKS
+        batch = self._workers * self._blocks
         each = len(self._train) // batch
         self._steps = epochs * each
         curve, begin = [], time.perf_counter()
@@ -263,7 +276,7 @@ class Run:
             order = torch.randperm(
                 len(self._train), generator=self._generator, device=self._train.device
             )
-            for chosen in order[: each * batch].view(each, self._workers, BLOCKS):
+            for chosen in order[: each * batch].view(each, self._workers, self._blocks):
                 self._step += 1
                 self._take_step(self._train[chosen])
             curve.append(round(self._perplexity(), 3))
@@ -295,7 +308,7 @@ class Run:
             self._onebit_adam(blocks, rate, corrections)
             return
         if arm.kind == "dense":
-            grad = self._grads(self._weights, blocks.view(1, -1, LENGTH))
+            grad = self._grads(self._weights, blocks.view(1, -1, self._shape.length))
             self.bytes += self._dense_bytes
         elif arm.kind == "gradients":
             grads = self._grads(self._weights.expand(self._workers, -1), blocks)
@@ -342,8 +355,16 @@ class Run:
         return math.exp(min(50.0, total / len(self._test)))
 
 
-def read_tokens(path: Path | None, device: torch.device) -> tuple[Tensor, ...]:
-    """Return training and test blocks, (n, 128) each."""
+def read_tokens(path: Path | None, length: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Return training and test blocks, (n, 128) each of tokens, or (n, length) of bytes."""
+    if length:
+        from gradherd.lab.tasks.data_files import find_dataset
+
+        folder = find_dataset("wikitext-2", None)
+        streams = (folder.text(f"{part}.txt").encode() for part in ("train", "test"))
+        parts = (np.frombuffer(text, np.uint8).astype(np.int64) for text in streams)
+        cut = (part[: len(part) // length * length].reshape(-1, length) for part in parts)
+        return tuple(torch.from_numpy(blocks).to(device) for blocks in cut)
     if path is None:
         from gradherd.lab.tasks.wikitext2 import WikiText2GPT2
 
@@ -372,15 +393,21 @@ def main() -> None:
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--blocks", type=int, default=8, help="of a worker's batch")
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--head", type=int, default=32)
+    parser.add_argument("--bytes", type=int, default=0, help="length of blocks of bytes")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--part", default="0/1", help="which runs of how many shares")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     torch.set_float32_matmul_precision("high")
-    tokens = read_tokens(options.data, torch.device(options.device))
-    shape = Shape(options.width, options.layers)
+    # cuDNN's attention returns NaN for some shapes (pytorch/pytorch#196678).
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    tokens = read_tokens(options.data, options.bytes, torch.device(options.device))
+    sizes = (256, options.bytes) if options.bytes else (TOKENS, LENGTH)
+    shape = Shape(options.width, options.layers, options.head, *sizes)
     runs = [
         (text, int(seed)) for seed in options.seeds.split(",") for text in options.arms.split(",")
     ]
@@ -389,8 +416,10 @@ def main() -> None:
         label, arm = arm_of(text)
         torch.manual_seed(seed)
         record = {"arm": label, "seed": seed, "workers": options.workers, "epochs": options.epochs}
+        record |= {"blocks": options.blocks, "length": shape.length, "lr": arm.lr}
         record |= {"parameters": sum(map(math.prod, shape.sizes().values()))}
-        record |= Run(arm, shape, options.workers, seed, tokens).train(options.epochs)
+        run = Run(arm, shape, options.workers, options.blocks, seed, tokens)
+        record |= run.train(options.epochs)
         line = json.dumps(record)
         print(line, flush=True)
         with options.out.open("a") as file:

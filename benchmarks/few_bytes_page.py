@@ -1,15 +1,16 @@
-"""Draw what few bytes cost a language model, and print the table of docs/few_bytes.md.
+"""Draw what few bytes cost a language model, and print the tables of docs/few_bytes.md.
 
     python -m benchmarks.few_bytes_page [--image docs/images/few-bytes.svg]
-        [--record benchmarks/results/2026-11-18-few-bytes-h200.json]
+        [--results benchmarks/results]
 
-Reads what `benchmarks/few_bytes.py` wrote.
+Reads what `benchmarks/few_bytes.py` and `benchmarks/few_bytes_tasks.py` wrote.
 """
 
 import argparse
 import json
 import math
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,17 @@ NAMES = {
     "local-8": "8 local steps, 1 bit: `gh.LocalSteps(fewer=240)`",
     "local-16": "16 local steps, 1 bit: `gh.LocalSteps(fewer=480)`",
     "powersgd": "PowerSGD, every step",
+    "diloco": "DiLoCo, 15 steps",
     "diloco-int4": "DiLoCo in 4 bits, 15 steps",
     "sparseloco": "SparseLoCo, 15 steps, 3 % in 2 bits",
+    "sparseloco-senders": "the same, mean over senders",
+}
+PEERS = {
+    "powersgd": "PowerSGD",
+    "diloco": "DiLoCo",
+    "diloco-int4": "DiLoCo in 4 bits",
+    "sparseloco": "SparseLoCo",
+    "sparseloco-senders": "SparseLoCo over senders",
 }
 RECIPE = ("local-2", "local-4", "local-8", "local-16")
 
@@ -68,6 +78,79 @@ def table(arms: dict[str, list[dict[str, Any]]]) -> str:
     return "\n".join(lines)
 
 
+def growth_table(read: Callable[[str], list[dict[str, Any]]]) -> str:
+    """Return in Markdown how the price of 4 local steps moves with workers and with the model."""
+    lines = [
+        "| model | workers | steps | dense, at rate | 4 local steps, at rate | against dense "
+        "| seeds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    runs = [run | {"lr": {"dense": 1e-3}.get(run["arm"], 2.8e-3)} for run in read("few-bytes")]
+    runs += read("few-bytes-workers")
+    groups = [
+        (
+            f"11 M, tokens: perplexity | {workers}",
+            [run for run in runs if run["workers"] == workers],
+        )
+        for workers in (2, 4, 8, 16)
+    ]
+    # Bits of a byte; its perplexity would look like a small loss.
+    of_bytes = [run | {"best": math.log2(run["best"])} for run in read("few-bytes-bytes")]
+    groups.append(("32 M, bytes: bits | 8", of_bytes))
+    for name, group in groups:
+        dense, local = (_best_rate(group, arm) for arm in ("dense", "local-4"))
+        digits = ".1f" if "perplexity" in name else ".3f"
+        cells = [name, f"{dense[0]['steps']:,}"]
+        for best in (dense, local):
+            mean = statistics.fmean(run["best"] for run in best)
+            cells.append(f"{mean:{digits}}, {1e3 * best[0]['lr']:.2g}e-3")
+        cells += [gap(local, dense, "best"), str(len(local))]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _best_rate(runs: list[dict[str, Any]], arm: str) -> list[dict[str, Any]]:
+    """Return the runs of an arm at the rate that ended lowest."""
+    own = [run for run in runs if run["arm"].split(":")[0] == arm]
+    rates = {run["lr"]: [one for one in own if one["lr"] == run["lr"]] for run in own}
+    return min(rates.values(), key=lambda some: statistics.fmean(run["best"] for run in some))
+
+
+def task_table(runs: list[dict[str, Any]], results: Path) -> str:
+    """Return in Markdown what local steps cost classifiers."""
+
+    def recorded(study: str, epoch: int) -> dict[int, float]:
+        """Return the accuracy of a study's dense runs after an epoch, by seed."""
+        dense = json.loads((results / study / "dense.json").read_text())["runs"]
+        return {run["seed"]: run["figures"]["metric"][epoch - 1] for run in dense}
+
+    lines = [
+        "| task | steps | times fewer bytes | dense | local steps | seeds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, task, study, epochs in (
+        ("LeNet, SGD, 6 epochs", "cifar10-lenet", "scarce", 6),
+        ("SST-2 transformer, AdamW, 3 epochs", "sst2-transformer", "sst2", 3),
+        ("ResNet-18, SGD, 60 epochs", "cifar10-resnet18", "resnet18-long", 60),
+    ):
+        for every in (4, 16):
+            arm = f"local-{every}"
+            own = [
+                run
+                for run in runs
+                if (run["task"], run["epochs"]) == (task, epochs)
+                and run["arm"].split(":")[0] == arm
+            ]
+            last = own[0]["epoch"][-1]
+            until = "" if last == epochs else f", cut off after {last}"
+            dense = statistics.fmean(recorded(study, last).values())
+            local = statistics.fmean(run["accuracy"][-1] for run in own)
+            cells = [f"{name}{until}", str(every), f"{own[0]['fewer']:.0f}"]
+            cells += [f"{dense:.1f} %", f"{local:.1f} %", str(len(own))]
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def picture(arms: dict[str, list[dict[str, Any]]]) -> str:
     """Return the best test perplexity over the factor of bytes as SVG."""
     best = {arm: [run["best"] for run in runs] for arm, runs in arms.items()}
@@ -85,10 +168,7 @@ def picture(arms: dict[str, list[dict[str, Any]]]) -> str:
         [(at, level) for at in every],
         [(at, min(best["dense"]), max(best["dense"])) for at in every],
     )
-    peers = [
-        ChartLine(NAMES[arm], [(fewer[arm], best[arm][0])])
-        for arm in ("powersgd", "diloco-int4", "sparseloco")
-    ]
+    peers = [ChartLine(name, [(fewer[arm], best[arm][0])]) for arm, name in PEERS.items()]
     return chart_file(
         "GPT-2, 11 M parameters, AdamW, 8 workers: what few bytes cost",
         "times fewer bytes than dense float32",
@@ -98,16 +178,29 @@ def picture(arms: dict[str, list[dict[str, Any]]]) -> str:
     )
 
 
+def reader(results: Path) -> Callable[[str], list[dict[str, Any]]]:
+    """Return what reads the runs of a record by its name."""
+
+    def read(name: str) -> list[dict[str, Any]]:
+        record = json.loads((results / f"2026-11-18-{name}-h200.json").read_text())
+        runs: list[dict[str, Any]] = record["runs"]
+        return runs
+
+    return read
+
+
 def main() -> None:
-    """Write the picture, print the table."""
+    """Write the picture, print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    results = Path("benchmarks/results/2026-11-18-few-bytes-h200.json")
-    parser.add_argument("--record", type=Path, default=results)
+    parser.add_argument("--results", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--image", type=Path, default=Path("docs/images/few-bytes.svg"))
     options = parser.parse_args()
-    arms = by_arm(json.loads(options.record.read_text())["runs"])
+    read = reader(options.results)
+    arms = by_arm(read("few-bytes"))
     options.image.write_text(picture(arms))
     print(table(arms))
+    print(growth_table(read))
+    print(task_table(read("few-bytes-tasks"), options.results))
 
 
 if __name__ == "__main__":

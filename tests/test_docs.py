@@ -231,10 +231,13 @@ def test_the_first_page_of_all_is_short_and_its_figures_are_those_of_the_evidenc
         assert re.search(shown, figures_of(page)), (figure, page)
 
 
-def test_the_table_of_few_bytes_is_that_of_its_record():
-    record = json.loads((ROOT / "benchmarks/results/2026-11-18-few-bytes-h200.json").read_text())
-    arms = few_bytes_page.by_arm(record["runs"])
-    assert few_bytes_page.table(arms) in figures_of("docs/few_bytes.md")
+def test_the_tables_of_few_bytes_are_those_of_their_records():
+    results, page = ROOT / "benchmarks/results", figures_of("docs/few_bytes.md")
+    read = few_bytes_page.reader(results)
+    arms = few_bytes_page.by_arm(read("few-bytes"))
+    assert few_bytes_page.table(arms) in page
+    assert few_bytes_page.growth_table(read) in page
+    assert few_bytes_page.task_table(read("few-bytes-tasks"), results) in page
     assert (ROOT / "docs/images/few-bytes.svg").read_text() == few_bytes_page.picture(arms)
 
 

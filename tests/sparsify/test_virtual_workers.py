@@ -137,6 +137,7 @@ def test_a_step_that_is_called_off_leaves_no_trace(poison):
             check_step(*both, grads)
             if step == 2:
                 assert torch.equal(both[1].residuals(), before)
+                assert [one.metrics for one in both] == [{}, {}]
 
 
 def test_rows_of_zeros():

@@ -114,6 +114,7 @@ class VirtualWorkers:
         else:
             outcome, sent = self._run_stacked(self._together)
         if outcome is None:
+            self.metrics = {}
             return grads.new_full((self._dim,), torch.nan)
         self.metrics = outcome.metrics(self._sparse)
         if self.measure_norms:

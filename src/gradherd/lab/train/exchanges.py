@@ -9,7 +9,6 @@ Letters: R workers, D parameters.
 
 import contextlib
 import copy
-import statistics
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gradherd.comm.script import run_together
+from gradherd.comm.collectives import all_gather_bytes
 from gradherd.comm.sliced_mean import mean_bytes, mean_of_rows
 from gradherd.flat import FlatSpec
 from gradherd.hooks.flat_weights import FlatWeights
@@ -36,9 +35,8 @@ from gradherd.lab.train.optimizers import (
 )
 from gradherd.lab.train.powersgd import LowRankWorkers, matrix_shape
 from gradherd.lab.train.trainer import EpochCounters
-from gradherd.sparsify.local import OuterOptimizer, commit_difference, exchange_script
+from gradherd.sparsify.local import OuterOptimizer, mean_of_buffers
 from gradherd.sparsify.virtual_workers import VirtualWorkers
-from gradherd.sparsify.worker import Worker
 
 
 class VirtualExchange(ABC):
@@ -221,20 +219,16 @@ class LocalModels(VirtualExchange):
         self._optimizers = [make_optimizer(own, config) for own in self.parameters]
         self._clip, self._timer = config.clip, DeviceTimer(device)
         layout = self._weights[0].layout
-        self._sparse = layout.sparse
-        self._workers = [
-            Worker(
-                settings.sent,
-                layout.size,
-                rank=rank,
-                size=config.workers,
-                sparse=layout.sparse,
-                layers=layout.sparse_numels,
-                dtype=self._weights[0].dtype,
-                device=device,
-            )
-            for rank in range(config.workers)
-        ]
+        self._workers = VirtualWorkers(
+            settings.sent,
+            layout.size,
+            config.workers,
+            sparse=layout.sparse,
+            layers=layout.sparse_numels,
+            dtype=self._weights[0].dtype,
+            device=device,
+        )
+        self._workers.measure_norms = False
         self._outer = OuterOptimizer(settings, self._weights[0].read())
         self.series = BinnedSeries()
         self._pending: _Pending | None = None
@@ -267,7 +261,7 @@ class LocalModels(VirtualExchange):
             if last and not self.diverged:
                 self._exchange_rest(counters)
         counters.exchange_seconds = self._timer.reset()
-        residual = self._workers[0].feedback.residual
+        residual = self._workers.workers[0].feedback.residual
         counters.residual_norm = float(torch.linalg.vector_norm(residual))
 
     def _exchange_rest(self, counters: EpochCounters) -> None:
@@ -280,30 +274,28 @@ class LocalModels(VirtualExchange):
     def _begin(self, counters: EpochCounters, *, forced: bool) -> None:
         own = [weights.read() for weights in self._weights]
         base = self._weights[0].rounded(self._outer.shared)
-        for worker, snapshot in zip(self._workers, own, strict=True):
-            worker.set_unit(1.0)
-            worker.add(0, base - snapshot)
-        position = torch.tensor([self._steps, int(forced)], device=base.device)
-        results = run_together(
-            [
-                exchange_script(worker, position, weights.read_buffers())
-                for worker, weights in zip(self._workers, self._weights, strict=True)
-            ]
-        )
-        outcome, buffers, _ = results[0].value
-        if outcome is not None:
-            counters.add_sparse(metrics := outcome.metrics(self._sparse))
+        mean: Tensor | None = self._workers.step(base - torch.stack(own))
+        metrics, size = self._workers.metrics, len(own)
+        # Ranks compare where they are before they exchange anything.
+        counters.bytes += all_gather_bytes(torch.tensor([self._steps, int(forced)]), size)
+        buffers = None
+        if metrics:
+            counters.add_sparse(metrics)
+            counters.bytes += metrics["bytes"]
             self.series.add(metrics["density"])
+            if self._settings.decay != 1:
+                for worker in self._workers.workers:
+                    worker.feedback.residual.mul_(self._settings.decay)
+            read = (weights.read_buffers() for weights in self._weights)
+            rows = [flat for flat in read if flat is not None]
+            if rows:
+                buffers = mean_of_buffers(torch.stack(rows))
+                counters.bytes += all_gather_bytes(buffers, size)
         else:
             counters.skipped_steps += 1
-        means = [
-            commit_difference(worker, result.value.outcome, self._settings.decay)
-            for worker, result in zip(self._workers, results, strict=True)
-        ]
-        # The mean is the same on all workers.
-        self._pending = _Pending(own, means[0], buffers)
+            mean = None
+        self._pending = _Pending(own, mean, buffers)
         self._taken = 0
-        counters.bytes += round(statistics.fmean(result.bytes for result in results))
 
     def _apply(self) -> None:
         pending, self._pending = self._pending, None
