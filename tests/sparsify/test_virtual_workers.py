@@ -7,7 +7,6 @@ import torch
 
 from gradherd import ExDyna, Micro, TopK
 from gradherd.sparsify.partitioned import Online
-from gradherd.sparsify.registry import make_sparsifier
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 from tests.gpu import only_gpu
@@ -58,7 +57,7 @@ def check_step(scripts, stacked, grads):
 
 
 def settings_of(name, **more):
-    method = make_sparsifier(name, 1.0 if name == "dense" else 0.01)
+    method = METHODS[name](1.0 if name == "dense" else 0.01)
     return Sparsify(method=method, **more)
 
 
