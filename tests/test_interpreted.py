@@ -14,7 +14,7 @@ MODULES = [
     "tests/sparsify/test_triton_signs.py",
     "tests/ordering/test_triton_gram.py",
     "tests/ordering/test_device_signs.py",
-    "tests/rows/test_triton_norms.py",
+    "tests/rows/test_triton_layers.py",
     "tests/rows/test_triton_sketches.py",
 ]
 

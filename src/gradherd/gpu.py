@@ -35,6 +35,36 @@ def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *args: Any, **opti
         return kernel[grid](first, *args, **options)
 
 
+class Launch:
+    """A launch that comes again and again, with the same numbers and other tensors.
+
+    Looking for the compiled kernel takes longer than launching it, so it is kept.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, int, int], *numbers: Any) -> None:
+        """Prepare.
+
+        Args:
+            kernel: The function, made with `triton.jit`.
+            grid: Number of programs along each axis.
+            numbers: All its arguments behind the tensors, constants included.
+        """
+        self._kernel, self._grid, self._numbers = kernel, grid, numbers
+        self._compiled: Any = None
+
+    def __call__(self, *tensors: Tensor) -> None:
+        """Launch on the current device, which must be that of the tensors.
+
+        They must begin at multiples of 16 bytes, as all new ones do.
+        """
+        if self._compiled is not None:
+            self._compiled(*tensors, *self._numbers)
+            return
+        done = self._kernel[self._grid](*tensors, *self._numbers)
+        if hasattr(done, "function"):  # Triton's interpreter has none
+            self._compiled = done[self._grid]
+
+
 def captured(
     works: Sequence[Callable[[], Any]], what: str, device: torch.device, *, pool: Any = None
 ) -> list[torch.cuda.CUDAGraph] | None:

@@ -47,7 +47,7 @@ def test_products_are_those_of_the_cpu(positions):
     for device in ("cpu", "cuda"):
         _, capture = on(device, model, tokens, labels, Capture)
         rows = capture.pop_rows(9)
-        vector = torch.linspace(-1, 1, capture.spec.size).unsqueeze(0)
+        vector = torch.linspace(-1, 1, capture.spec.size, device=device).unsqueeze(0)
         products = [rows @ rows.T, rows @ vector[0], rows.sum(0)]
         results.append([tensor.cpu() for tensor in products])
     for cpu, gpu in zip(*results, strict=True):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from benchmarks.model_steps import correlation
 from torch import Tensor, nn
 
-from gradherd.rows import Capture, sink, sink_maps
+from gradherd.rows import Capture, held_layers, sink_maps
 from gradherd.rows.settings import SketchRows, TwoSidedRows
 from tests.rows.reference import loop_over_examples, mapped
 from tests.rows.zoo import BATCH, TRANSFORMERS, ZOO, Case, losses
@@ -638,7 +638,7 @@ def test_columns_do_not_wait_without_limit(monkeypatch: pytest.MonkeyPatch) -> N
         return found
 
     expected = rows()
-    monkeypatch.setattr(sink, "MOST_WAITING", 40)  # about one layer
+    monkeypatch.setattr(held_layers, "MOST_WAITING", 40)  # about one layer
     torch.testing.assert_close(rows(), expected)
 
 

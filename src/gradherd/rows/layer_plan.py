@@ -17,7 +17,7 @@ from gradherd.rows.parameter_owners import (
     unwrap_model,
 )
 from gradherd.rows.replayed_modules import ReplayedModule
-from gradherd.rows.sink import SinkPool, SketchedLayer, tap_module
+from gradherd.rows.sink import SinkPool, SketchedLayer, Tapped, tap_module
 from gradherd.rows.sink_layers import (
     ChannelNorm,
     ConvLayer,
@@ -28,6 +28,7 @@ from gradherd.rows.sink_layers import (
     MapSettings,
     NormLayer,
     TappedAttention,
+    TappedBatchNorm,
     TappedParameters,
 )
 from gradherd.rows.sink_maps import FilterMap, MatrixMap, OuterMap, VectorMap, WholeMap
@@ -136,7 +137,9 @@ class _Planner:
         layer = layer_for(owner, self.pool, self.shared)
         if layer is not None and self._elsewhere.isdisjoint(own.values()):
             self._fill(layer, own)
-            self.plan.untap.append(tap_module(module, layer))
+            is_batch_norm = isinstance(layer, ChannelNorm) and not layer.groups
+            kind = TappedBatchNorm if is_batch_norm else Tapped
+            self.plan.untap.append(tap_module(module, layer, kind))
         elif has_layers(owner) and not self.maps.is_exact:
             self._add_direct(owner)
         elif self.dims.sharded:

@@ -183,7 +183,7 @@ class ReplayedModule(SketchedLayer):
     def hand_over(
         self, use: _Use, sink: Tensor, grads: tuple[Tensor | None, ...], saved: tuple[Tensor, ...]
     ) -> Tensor | None:
-        """Compute the rows (B, N) of a use, which wait for its sink; see `SinkPool.wait`."""
+        """Compute the rows (B, N) of a use, which wait for its sink; see `SinkPool.waiting_for`."""
         came = {
             index: grad.detach()
             for index, grad in zip(use.outputs, grads, strict=True)
@@ -206,4 +206,6 @@ class ReplayedModule(SketchedLayer):
             for local, own in zip(wanted, found, strict=True):
                 rows[:, self.vector.parts[local]] = at_least_float32(own)
         self.pool.seconds += time.perf_counter() - started
-        return self.pool.wait(sink, self.vector, rows)
+        waiting, handed = self.pool.waiting_for(sink)
+        waiting.add(self.vector, rows)
+        return handed

@@ -14,7 +14,7 @@ Shapes: B examples of a full batch, N elements of a sink.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradherd.rows.batch_dims import INPUT, Shapes
-from gradherd.rows.sink_maps import Map, finish_all
+from gradherd.rows.held_layers import HeldMemory, HeldUse, WaitingRows
+from gradherd.rows.sketch import has_kernels
 from gradherd.rows.torch_names import current_backward
 
 TAP = "_gradherd_tap"
@@ -35,8 +36,6 @@ TAP = "_gradherd_tap"
 
 Wanted = tuple[bool, bool]
 """Whether rows of a layer's weight and of its vector are wanted."""
-MOST_WAITING = 1 << 24
-"""Elements of columns that wait for the end of a backward."""
 
 
 class Tap(torch.autograd.Function):
@@ -67,8 +66,9 @@ class Tap(torch.autograd.Function):
         """
         ctx.save_for_backward(inputs, *saved)
         ctx.layer, ctx.use = layer, use
-        ctx.wanted = (matrix_sink is not None, vector_sink is not None)
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            ctx.wanted = (matrix_sink is not None, vector_sink is not None)
+        else:
             ctx.sinks = (matrix_sink, vector_sink)
         # Not `view_as`: a view that was made here may not be changed in place, as ReLU does it.
         shown: Tensor = layer.shown(output.detach(), use)
@@ -78,33 +78,28 @@ class Tap(torch.autograd.Function):
     def backward(ctx: Any, grads: Tensor) -> Any:
         """Return the gradient as it is, and the rows."""
         inputs, *saved = ctx.saved_tensors
-        layer, use, wanted = ctx.layer, ctx.use, ctx.wanted
+        layer, use = ctx.layer, ctx.use
         passed = layer.given(grads, use)
         nothing = [None] * (2 + len(saved))
         if layer.pool.is_exact:
             grads = at_least_float32(grads)
             inputs = at_least_float32(inputs) if inputs.is_floating_point() else inputs
         if torch.compiler.is_compiling():
-            matrix, vector = layer.columns(inputs, grads, use, wanted, *saved)
+            matrix, vector = layer.columns(inputs, grads, use, ctx.wanted, *saved)
             if matrix is not None:
                 matrix = layer.padded(layer.matrix_map(use).finish(matrix))
             if vector is not None:
                 vector = layer.padded(layer.vector.finish(vector))
             return (passed, None, matrix, vector, *nothing)
+        # Rows of all layers wait, and are finished together: each by itself, and added up by
+        # autograd, would take many launches. Autograd only tells when all layers have run.
         if torch.is_grad_enabled():  # create_graph=True
             passed = SecondBackward.apply(passed, layer.pool)  # type: ignore[no-untyped-call]
             with torch.no_grad():
-                matrix, vector = layer.columns(inputs, grads.detach(), use, wanted, *saved)
+                handed = layer.pool.wait(layer, use, ctx.sinks, inputs, grads.detach(), saved)
         else:
-            matrix, vector = layer.columns(inputs, grads, use, wanted, *saved)
-        # Columns of all layers wait, and are finished together: each by itself, and added up by
-        # autograd, would take many launches. Autograd only tells when all layers have run.
-        matrix_sink, vector_sink = ctx.sinks
-        if matrix is not None:
-            matrix = layer.pool.wait(matrix_sink, layer.matrix_map(use), matrix)
-        if vector is not None:
-            vector = layer.pool.wait(vector_sink, layer.vector, vector)
-        return (passed, None, matrix, vector, *nothing)
+            handed = layer.pool.wait(layer, use, ctx.sinks, inputs, grads, saved)
+        return (passed, None, *handed, *nothing)
 
 
 class SecondBackward(torch.autograd.Function):
@@ -174,7 +169,10 @@ class SinkPool:
         """Rows (B, N) that have arrived, by the key of the sink."""
         self.layers: list[SketchedLayer] = []
         """All layers that share the sinks."""
-        self._waiting: dict[tuple[int, int], WaitingColumns] = {}  # by the backward and the sink
+        self.has_kernels = not is_exact and like.dtype == torch.float32 and has_kernels(like.device)
+        """Whether layers may wait for kernels that serve several of them."""
+        self._memory = HeldMemory()
+        self._waiting: dict[tuple[int, int], WaitingRows] = {}  # by the backward and the sink
 
     @contextmanager
     def closed(self) -> Iterator[None]:
@@ -222,20 +220,47 @@ class SinkPool:
         sink.register_post_accumulate_grad_hook(hook)
         return sink
 
-    def wait(self, sink: Tensor, one: Map, columns: Tensor) -> Tensor | None:
-        """Keep columns for a sink until its backward is done.
+    def wait(
+        self, layer: "SketchedLayer", use: Any, sinks: Any, inputs: Tensor, grads: Tensor,
+        saved: Sequence[Tensor],
+    ) -> list[Tensor | None]:  # fmt: skip
+        """Keep the rows of a layer, or what they are computed from, until its backward is done.
 
-        Return, to the first who comes, zeros that are to be handed to autograd, so that it tells
-        the sink when all have run.
+        Return what is to be handed to autograd for both sinks; see `waiting_for`.
+        """
+        handed: list[Tensor | None] = [None, None]
+        held = layer.held_uses(use, bool(saved)) if self.has_kernels else (None, None)
+        wanted = [False, False]
+        for at, sink in enumerate(sinks):
+            if sink is not None:
+                waiting, handed[at] = self.waiting_for(sink)
+                one = held[at]
+                wanted[at] = one is None or not waiting.hold(one, inputs, grads)
+        if wanted[0] or wanted[1]:
+            found = layer.columns(inputs, grads, use, (wanted[0], wanted[1]), *saved)
+            maps = (layer.matrix_map(use), layer.vector)
+            for one, columns, sink in zip(maps, found, sinks, strict=True):
+                if columns is not None:
+                    self.waiting_for(sink)[0].add(one, columns)
+        while self._memory.held > self._memory.room:
+            waiting = max(self._waiting.values(), key=lambda one: one.largest()[0])
+            waiting.launch(waiting.largest()[1])
+        return handed
+
+    def waiting_for(self, sink: Tensor) -> tuple[WaitingRows, Tensor | None]:
+        """Return what waits for a sink in the backward that runs.
+
+        And, to the first who comes, zeros that are to be handed to autograd, so that it tells the
+        sink when all have run.
         """
         key = (current_backward(), id(sink))
         waiting = self._waiting.get(key)
         if waiting is not None:
-            waiting.add(one, columns)
-            return None
-        self._waiting[key] = waiting = WaitingColumns()
-        waiting.add(one, columns)
-        return sink.detach()
+            return waiting, None
+        if not self._waiting:
+            self._memory.begin()
+        self._waiting[key] = waiting = WaitingRows(self._memory)
+        return waiting, sink.detach()
 
     def _arrive(self, key: str, sink: Tensor) -> None:
         rows, sink.grad = sink.grad, None
@@ -291,43 +316,6 @@ def _arrive_at(arrive: "WeakMethod[Callable[[str, Tensor], None]]", key: str, si
         method(key, sink)
 
 
-class WaitingColumns:
-    """Columns of layers that share a sink, until all have run."""
-
-    def __init__(self) -> None:
-        self._columns: dict[Any, tuple[list[Map], list[Tensor]]] = {}
-        self._elements = 0
-        self._sums: list[Tensor] = []
-        self.sizes: set[int] = set()
-        """Numbers of examples of the columns."""
-
-    def add(self, one: Map, columns: Tensor) -> None:
-        """Let columns of a map wait."""
-        alike = (type(one), one.size, columns.shape, columns.dtype)
-        maps, waiting = self._columns.setdefault(alike, ([], []))
-        maps.append(one)
-        waiting.append(columns)
-        self.sizes.add(len(columns))
-        self._elements += columns.numel()
-        if self._elements > MOST_WAITING:
-            self._finish()
-
-    def _finish(self) -> None:
-        self._sums += [finish_all(*each) for each in self._columns.values()]
-        self._columns, self._elements = {}, 0
-
-    def rows(self, sink: Tensor) -> Tensor:
-        """Return the rows of all, in the shape of the sink."""
-        self._finish()
-        first, *others = self._sums
-        total = first.to(sink.dtype)
-        if len(total) != len(sink):
-            total = F.pad(total, (0, 0, 0, len(sink) - len(total)))
-        for one in others:
-            total[: len(one)].add_(one)
-        return total
-
-
 class SketchedLayer(ABC):
     """A module whose parameters have rows, and their places in the sinks."""
 
@@ -363,6 +351,7 @@ class SketchedLayer(ABC):
         """Last dimensions of the input that cannot hold examples."""
         self.compiles = True
         """Whether the layer may be part of a graph."""
+        self._held: dict[Any, tuple[HeldUse | None, HeldUse | None]] = {}
 
     @property
     def maps(self) -> tuple[Any, Any, Any]:
@@ -394,6 +383,22 @@ class SketchedLayer(ABC):
     def matrix_map(self, use: Any) -> Any:
         """Return the map that the columns of the weight belong to."""
         return self.matrix
+
+    def held_uses(self, use: Any, saves: bool) -> tuple[HeldUse | None, HeldUse | None]:
+        """Return what kernels need for the rows of weight and vector; None where there are none.
+
+        Args:
+            use: As in `columns`.
+            saves: Whether anything but input and gradient is needed.
+        """
+        key = (use, saves)
+        if key not in self._held:
+            self._held[key] = self.make_held(use, saves)
+        return self._held[key]
+
+    def make_held(self, use: Any, saves: bool) -> tuple[HeldUse | None, HeldUse | None]:
+        """Do so for the first time."""
+        return None, None
 
     def is_single(self, shape: torch.Size) -> bool:
         """Say whether an input of this shape has one position for each example."""

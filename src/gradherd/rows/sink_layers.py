@@ -11,7 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradherd.rows.sink import TAP, SinkPool, SketchedLayer, Tap, Tapped, Wanted, is_trained
+from gradherd.rows.held_layers import HeldBatchNorm, HeldPositions, HeldProduct, HeldUse
+from gradherd.rows.sink import (
+    TAP,
+    SinkPool,
+    SketchedLayer,
+    Tap,
+    Tapped,
+    Wanted,
+    at_least_float32,
+    is_trained,
+)
 from gradherd.rows.sink_maps import (
     MOST_BUCKETS,
     MapTensors,
@@ -21,7 +31,9 @@ from gradherd.rows.sink_maps import (
     WholeMap,
     products,
 )
-from gradherd.rows.sketch import has_kernels
+
+MOST_COLUMNS = 128
+"""Columns of a projection that a kernel holds."""
 
 
 class MapSettings:
@@ -108,6 +120,19 @@ class LinearLayer(SketchedLayer):
     def matrix_map(self, use: Any) -> Any:
         """Return the map that the columns of the weight belong to."""
         return self.single if use[2] else self.matrix
+
+    def make_held(self, use: Any, saves: bool) -> tuple[HeldUse | None, HeldUse | None]:
+        """Return what kernels need if examples come first and have many positions."""
+        dim, part, single = use
+        if dim or single or part is not None:
+            return None, None
+        matrix = vector = None
+        if self.matrix is not None and self.matrix.columns <= MOST_COLUMNS:
+            projects_grads = (self.matrix.keep == 1) != self.transposed
+            matrix = HeldProduct(self.matrix, projects_grads=projects_grads)
+        if self.vector is not None:
+            vector = HeldPositions(self.vector, scale=False, shift=True)
+        return matrix, vector
 
 
 def linear_columns(
@@ -207,6 +232,19 @@ class ConvLayer(SketchedLayer):
         """Return the map that the columns of the weight belong to."""
         return self.single if use[2] else self.matrix
 
+    def make_held(self, use: Any, saves: bool) -> tuple[HeldUse | None, HeldUse | None]:
+        """Return what kernels need for the filters of a plain convolution over two dimensions."""
+        matrix = self.matrix
+        plain = not (self.transposed or self.pad or use[2]) and self.groups == 1
+        if matrix is None or not plain or len(self.window) != 2 or matrix.columns > MOST_COLUMNS:
+            return None, None
+        if matrix.is_pointwise(self.stride, self.padding):
+            return HeldProduct(matrix, projects_grads=False), None
+        if matrix.places is None and self.window != (1, 1):  # few channels
+            return None, None
+        window = (self.window, self.stride, self.padding, self.dilation)
+        return HeldProduct(matrix, projects_grads=False, window=window), None
+
 
 class EmbeddingLayer(SketchedLayer):
     """nn.Embedding. What all examples look up together, as positions, each gets a copy of."""
@@ -287,16 +325,6 @@ def padding_of_input(module: Any) -> tuple[int, ...]:
     return tuple(side for pair in reversed(pairs) for side in pair)
 
 
-def norm_kernels(inputs: Tensor) -> Any:
-    """Return the module with kernels for norms; None where they do not run or are not needed."""
-    if torch.compiler.is_compiling() or not has_kernels(inputs.device):
-        return None
-    # Imported here: Triton is optional, and absent where there is no GPU.
-    from gradherd.rows import triton_norms
-
-    return triton_norms
-
-
 class NormLayer(SketchedLayer):
     """Scale and shift behind a normalisation, which is repeated."""
 
@@ -314,10 +342,6 @@ class NormLayer(SketchedLayer):
         self, inputs: Tensor, grads: Tensor, use: Any, wanted: Wanted, *saved: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients from inputs and gradients of one shape."""
-        if all(use[1]) and (kernels := norm_kernels(inputs)):
-            rows = self.kernel_rows(kernels, inputs, grads, use[0], saved)
-            if rows is not None:
-                return None, rows
         found = []
         for part, trains in zip(self.parts, use[1], strict=True):
             if part == "bias":
@@ -333,12 +357,6 @@ class NormLayer(SketchedLayer):
         return super().tap(
             module, inputs, output, tuple(is_trained(module, (part,)) for part in self.parts)
         )
-
-    def kernel_rows(
-        self, kernels: Any, inputs: Tensor, grads: Tensor, dim: int, saved: tuple[Tensor, ...]
-    ) -> Tensor | None:
-        """Return the rows by kernels of our own; None if they cannot."""
-        return None
 
     def scale_rows(
         self, inputs: Tensor, grads: Tensor, dim: int, saved: tuple[Tensor, ...]
@@ -373,18 +391,15 @@ class LastDimsNorm(NormLayer):
         wide = inputs.float() if self.in_float32 or inputs.dtype.itemsize < 4 else inputs
         return norm(wide, self.shape, eps=self.eps)
 
-    def kernel_rows(
-        self, kernels: Any, inputs: Tensor, grads: Tensor, dim: int, saved: tuple[Tensor, ...]
-    ) -> Tensor | None:
-        """Return the rows by one kernel."""
-        if dim or len(self.shape) > 1 or self.parts[0] != "weight":
-            return None
-        if not kernels.reads_positions(inputs, grads) or self.pool.like.dtype != torch.float32:
-            return None
-        eps = torch.finfo(inputs.dtype).eps if self.eps is None else self.eps
+    def make_held(self, use: Any, saves: bool) -> tuple[HeldUse | None, HeldUse | None]:
+        """Return what a kernel for norms over the last dimension needs."""
+        if use[0] or not all(use[1]) or len(self.shape) > 1 or self.parts[0] != "weight":
+            return None, None
+        if self.eps is None:  # it depends on the dtype
+            return None, None
         shift = len(self.parts) > 1
-        rows: Tensor = kernels.position_norm_rows(inputs, grads, eps, rms=self.rms, shift=shift)
-        return rows
+        held = HeldPositions(self.vector, eps=self.eps, scale=True, rms=self.rms, shift=shift)
+        return None, held
 
     def summed_dims(self, moved: Tensor) -> tuple[int, ...]:
         """Return all dimensions between examples and features."""
@@ -429,20 +444,82 @@ class ChannelNorm(NormLayer):
         rows: Tensor = total * (var + self.eps).rsqrt()
         return rows
 
-    def kernel_rows(
-        self, kernels: Any, inputs: Tensor, grads: Tensor, dim: int, saved: tuple[Tensor, ...]
-    ) -> Tensor | None:
-        """Return the rows of a BatchNorm in training by two kernels."""
-        if self.groups or saved or self.parts != ("weight", "bias") or inputs.dim() < 3:
+    def make_held(self, use: Any, saves: bool) -> tuple[HeldUse | None, HeldUse | None]:
+        """Return what kernels for a BatchNorm in training need."""
+        if self.groups or saves or not all(use[1]) or self.parts != ("weight", "bias"):
+            return None, None
+        return None, HeldBatchNorm(self.vector, self.eps)
+
+    def graph_sink(self, module: Any, inputs: Tensor) -> Tensor | None:
+        """Return the sink for a `BatchNormTap`; None if the layer is tapped as others are."""
+        pool = self.pool
+        takes = pool.is_open and pool.recorded is None and torch.is_grad_enabled()
+        if self.groups or not takes or not module.training or self.parts != ("weight", "bias"):
             return None
-        if self.pool.like.dtype != torch.float32:
+        trained = is_trained(module, ("weight",)) and is_trained(module, ("bias",))
+        if not trained or inputs.dim() < 3 or self.batch_dim(inputs) != 0:
             return None
-        rows: Tensor = kernels.batch_norm_rows(inputs, grads, self.eps)
-        return rows
+        return None if inputs.shape[0] > pool.examples else self.sinks(module, False)[1]
 
     def summed_dims(self, moved: Tensor) -> tuple[int, ...]:
         """Return all dimensions behind the channels."""
         return tuple(range(2, moved.dim()))
+
+
+class BatchNormTap(torch.autograd.Function):
+    """A BatchNorm in training whose backward has the sums over each example's positions.
+
+    The gradients of scale and shift are sums of these, so rows cost no pass over input and
+    gradient. For graphs: a compiler makes kernels of it as good as those of the layer itself.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor, output: Tensor, sink: Tensor,
+        layer: "ChannelNorm",
+    ) -> Tensor:  # fmt: skip
+        """Return the output, which the layer has computed without gradients."""
+        ctx.save_for_backward(inputs, weight)
+        ctx.layer = layer
+        return output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grads: Tensor) -> Any:
+        """Return the gradients of input, scale and shift, and the rows."""
+        inputs, weight = ctx.saved_tensors
+        layer: ChannelNorm = ctx.layer
+        wide, each = at_least_float32(inputs), at_least_float32(grads)
+        over = (0, *range(2, inputs.dim()))
+        # As the layer computes them, so that a compiler finds that it has them already.
+        var, mean = torch.var_mean(wide, dim=over, correction=0, keepdim=True)
+        deviation = (var + layer.eps).rsqrt()
+        centred = (wide - mean) * deviation
+        scale, shift = layer.summed(each * centred, 0), layer.summed(each, 0)
+        ones = [1] * (inputs.dim() - 2)
+        count = inputs.numel() // inputs.shape[1]
+        means = [(sums.sum(0) / count).view(1, -1, *ones) for sums in (scale, shift)]
+        own = (each - means[1] - centred * means[0]) * (deviation * weight.view(1, -1, *ones))
+        rows = layer.padded(layer.vector.finish(torch.cat([scale, shift], 1)))
+        of_weight = (one.sum(0).to(weight.dtype) for one in (scale, shift))
+        return own.to(inputs.dtype), *of_weight, None, rows, None
+
+
+class TappedBatchNorm(Tapped):
+    """A BatchNorm that is a `BatchNormTap` where it is compiled."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Normalise."""
+        module: Any = self
+        layer: ChannelNorm = module._gradherd_tap
+        sink = layer.graph_sink(module, inputs) if torch.compiler.is_compiling() else None
+        if sink is None:
+            return super().forward(inputs)  # type: ignore[no-any-return]
+        with torch.no_grad():
+            output = super(Tapped, self).forward(inputs)  # type: ignore[misc]
+        tapped: Tensor = BatchNormTap.apply(  # type: ignore[no-untyped-call]
+            inputs, module.weight, module.bias, output, sink, layer
+        )
+        return tapped
 
 
 class DirectLayer(SketchedLayer):

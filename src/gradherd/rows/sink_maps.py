@@ -242,8 +242,10 @@ class FilterMap(MatrixMap):
         filters = self.tensor("half_filters" if half else "filters").to(inputs.dtype)
         if self.places is None and not self.is_pointwise(stride, padding):
             return conv(inputs, filters, None, stride, padding, dilation)
-        # A product over channels, in whatever layout the input has: cuDNN would convert it.
-        if inputs.is_contiguous():
+        # A product over channels, in whatever layout the input has: cuDNN would convert it. In a
+        # graph the layout is chosen for cuDNN, and cuDNN rounds float32 where products may not.
+        rounds = torch.compiler.is_compiling() and inputs.dtype == torch.float32 and inputs.is_cuda
+        if inputs.is_contiguous() and not rounds:
             across = filters.flatten(1) @ inputs.flatten(2)
             across = across.unflatten(2, inputs.shape[2:])
         else:

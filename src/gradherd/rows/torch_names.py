@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 PRIVATE_NAMES = {
     "torch._C._current_graph_task_id": "tells backwards apart, and whether one runs",
+    "torch.Tensor._version": "tells whether a tensor that waits was changed in place",
     "torch.Tensor._backward_hooks": "puts a hook on a gradient in front of the user's",
     "torch.nn.Module._compiled_call_impl": "tells whether a module was compiled in place",
     "torch.nn.Module._modules": "finds wrappers of torch.compile inside a model",

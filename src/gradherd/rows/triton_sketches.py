@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradherd.gpu import launch
+from gradherd.gpu import Launch, launch
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 """Triton's names of the dtypes that kernels read."""
@@ -109,38 +109,6 @@ def _gradient_kernel(
     tl.store(parts + (begins + share).to(tl.int64) * K + at, total, mask=at < K)
 
 
-class _Launch:
-    """The kernel for the pieces of one dtype."""
-
-    def __init__(self, kind: torch.dtype, pieces: Tensor, first: int, size: int) -> None:
-        """Cut the pieces into shares.
-
-        Args:
-            kind: Dtype of the gradients.
-            pieces: (n, 6) int32, what `_pieces` returns.
-            first: Row of the parts that the first share is written to.
-            size: k.
-        """
-        wanted = min(_MOST_SHARES, triton.cdiv(len(pieces), _LEAST_PIECES))
-        per_share = triton.cdiv(len(pieces), wanted)
-        self.end = first + triton.cdiv(len(pieces), per_share)
-        self._pieces = pieces
-        self._numbers = (first, len(pieces), per_share, size, TYPES[kind], _BLOCK)
-        self._grid = (self.end - first, triton.cdiv(size, _BLOCK), 1)
-        self._compiled: Any = None
-
-    def __call__(self, gradients: Tensor, signs: Tensor, parts: Tensor) -> None:
-        """Write rows `first` to `end` of the parts."""
-        args = (gradients, self._pieces, signs, parts, *self._numbers)
-        if self._compiled is not None:
-            self._compiled(*args)
-            return
-        done = launch(_gradient_kernel, self._grid, *args)
-        # From now on without looking for the compiled kernel, which takes longer than launching.
-        if hasattr(done, "function"):  # Triton's interpreter has none
-            self._compiled = done[self._grid]
-
-
 class GradientSketcher:
     """Sketches the gradients of some parameters as one vector, in the order of the parameters."""
 
@@ -160,7 +128,8 @@ class GradientSketcher:
         # Of parameters without a gradient; the others' are looked up.
         self._usual = [_readable(p.dtype) for p in parameters]
         self._kinds: list[torch.dtype] = []
-        self._launches: list[_Launch] = []
+        self._launches: list[tuple[Launch, Tensor]] = []  # each with its pieces
+        self._shares = 0
         # Where gradients were in the last steps, and the same on the device; the latest at the end.
         self._known: list[tuple[Any, Tensor]] = []
         # What `_layout` says of each parameter's gradients, by strides, dtype and bytes.
@@ -201,9 +170,9 @@ class GradientSketcher:
             table = table.to(self._device, non_blocking=True)
             if not copies:  # they would be elsewhere the next time
                 self._known = [*self._known[1 - _TABLES :], (now, table)]
-        parts = self._signs.new_empty(self._launches[-1].end, self._size, dtype=torch.float32)
-        for one in self._launches:
-            one(table, self._signs, parts)
+        parts = self._signs.new_empty(self._shares, self._size, dtype=torch.float32)
+        for one, pieces in self._launches:
+            one(table, pieces, self._signs, parts)
         return parts.sum(0)
 
     def _examine(
@@ -236,15 +205,22 @@ class GradientSketcher:
         return layouts, copies
 
     def _cut(self, kinds: list[torch.dtype]) -> None:
-        """Prepare a launch for the pieces of each dtype."""
+        """Prepare a launch for the pieces of each dtype: every program adds up a share of them."""
         self._kinds, self._launches, self._known = kinds, [], []
+        self._shares, size = 0, self._size
         self._layouts = [{} for _ in kinds]  # of gradients that these launches can read
         for kind in dict.fromkeys(kinds):
             own = self._pieces[np.array([one == kind for one in kinds])[self._pieces[:, 0]]]
-            first = self._launches[-1].end if self._launches else 0
-            if len(own):  # parameters may be empty
-                pieces = torch.from_numpy(own).to(self._device)
-                self._launches.append(_Launch(kind, pieces, first, self._size))
+            if not len(own):  # parameters may be empty
+                continue
+            per_share = triton.cdiv(
+                len(own), min(_MOST_SHARES, triton.cdiv(len(own), _LEAST_PIECES))
+            )
+            shares = triton.cdiv(len(own), per_share)
+            numbers = (self._shares, len(own), per_share, size, TYPES[kind], _BLOCK)
+            made = Launch(_gradient_kernel, (shares, triton.cdiv(size, _BLOCK), 1), *numbers)
+            self._launches.append((made, torch.from_numpy(own).to(self._device)))
+            self._shares += shares
 
 
 def _stream(device: torch.device) -> int:

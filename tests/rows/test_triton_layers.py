@@ -1,0 +1,187 @@
+"""Triton's kernels for several layers at a time, against torch's own operations.
+
+How they run here: see `gpu`.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+pytest.importorskip("triton")
+
+from gradherd.rows import held_layers
+from gradherd.rows.capture import Capture
+from gradherd.rows.settings import TwoSidedRows
+from tests.gpu import DEVICE, MARKS, only_gpu
+from tests.rows.zoo import ResNet, ViT
+
+pytestmark = MARKS
+ALLOWED = 5e-3 if DEVICE == "cuda" else 1e-5  # convolutions round to TF32 on a GPU
+
+
+class Blocks(nn.Module):
+    """Blocks of equal layers on several positions, with and without biases."""
+
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm, width: int = 24) -> None:
+        super().__init__()
+        self.words = nn.Embedding(30, width)
+        self.wide = nn.ModuleList(nn.Linear(width, 40) for _ in range(3))
+        self.thin = nn.ModuleList(nn.Linear(40, width, bias=False) for _ in range(3))
+        self.norms = nn.ModuleList(norm(width) for _ in range(3))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for wide, thin, norm in zip(self.wide, self.thin, self.norms, strict=True):
+            x = x + thin(wide(norm(x)).relu())
+        return self.head(x.mean(1))
+
+
+class Convolutions(nn.Module):
+    """Windows of several kinds, strides, paddings and dilations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        kinds: list[dict[str, Any]] = [
+            {"kernel_size": 3, "padding": 1}, {"kernel_size": 3, "padding": 1}, {"kernel_size": 1},
+            {"kernel_size": 1, "stride": 2}, {"kernel_size": (3, 2), "padding": (0, 1)},
+            {"kernel_size": 3, "dilation": 2, "padding": 2, "stride": (2, 1)},
+        ]  # fmt: skip
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(8, 8, bias=False, **one), nn.BatchNorm2d(8)) for one in kinds)
+        )
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.layers(self.stem(images).relu()).mean((2, 3)))
+
+
+def rows_of(
+    model: nn.Module, inputs: Tensor, *, kernels: bool, rank: int = 4, autocast: bool = False
+) -> Tensor:
+    capture = Capture(model, TwoSidedRows(size=4096, rank=rank, strict=True), batch_size=9)
+    capture._pool.has_kernels = kernels
+    capture._check._remaining = 1
+    rows = []
+    for _ in range(2):  # one batch is checked, with sinks of its own
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=autocast):
+            loss = F.cross_entropy(model(inputs).float(), torch.arange(len(inputs)).to(DEVICE) % 5)
+        loss.backward()
+        rows.append(capture.pop_rows(len(inputs)))
+    capture.remove_hooks()
+    torch.testing.assert_close(rows[0], rows[-1], rtol=1e-2, atol=1e-4)
+    return rows[-1]
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
+    """Count groups by what they hold and how many."""
+    found: Counter[tuple[str, int]] = Counter()
+    launch = held_layers.WaitingRows.launch
+
+    def counted(self: Any, alike: Any) -> None:
+        found[alike[0][0].__name__, len(self._held[alike])] += 1
+        launch(self, alike)
+
+    monkeypatch.setattr(held_layers.WaitingRows, "launch", counted)
+    return found
+
+
+def error(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+def images(count: int = 3) -> Tensor:
+    return torch.randn(count, 3, 8, 8, device=DEVICE)
+
+
+def tokens(count: int = 4) -> Tensor:
+    return torch.randint(30, (count, 7), device=DEVICE)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, lambda width: nn.RMSNorm(width, eps=1e-6)])
+def test_blocks_of_equal_layers_are_served_together(
+    norm: Callable[[int], nn.Module], groups: Counter[tuple[str, int]]
+) -> None:
+    torch.manual_seed(0)
+    model, words = Blocks(norm).to(DEVICE), tokens()
+    expected = rows_of(model, words, kernels=False)
+    assert not groups
+    assert error(rows_of(model, words, kernels=True), expected) < 1e-5
+    # Those of the checked batch are alone. Two kinds of weights; norms, biases.
+    assert groups["HeldProduct", 3] == 2
+    assert groups["HeldPositions", 3] == 2
+
+
+@pytest.mark.parametrize("rank", [2, 20])
+def test_columns_of_any_number(rank: int) -> None:
+    torch.manual_seed(0)
+    model, words = Blocks(width=22).to(DEVICE), tokens()
+    expected = rows_of(model, words, kernels=False, rank=rank)
+    assert error(rows_of(model, words, kernels=True, rank=rank), expected) < 1e-5
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_convolutions(layout: torch.memory_format, groups: Counter[tuple[str, int]]) -> None:
+    torch.manual_seed(0)
+    model = Convolutions().to(DEVICE).to(memory_format=layout)
+    inputs = images().to(memory_format=layout)
+    expected = rows_of(model, inputs, kernels=False)
+    assert error(rows_of(model, inputs, kernels=True), expected) < ALLOWED
+    assert groups["HeldProduct", 1] > 5 and groups["HeldBatchNorm", 1] > 3
+
+
+@pytest.mark.parametrize(("make", "count"), [(ResNet, 2), (ViT, 3)])
+def test_models_and_short_batches(make: type[nn.Module], count: int) -> None:
+    torch.manual_seed(0)
+    model, inputs = make().to(DEVICE), images(count)
+    expected = rows_of(model, inputs, kernels=False)
+    assert error(rows_of(model, inputs, kernels=True), expected) < ALLOWED
+
+
+@only_gpu  # Triton's interpreter multiplies the bits of bfloat16
+@pytest.mark.parametrize("make", [Blocks, Convolutions])
+def test_half_precision(make: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, inputs = make().to(DEVICE), images() if make is Convolutions else tokens()
+    expected = rows_of(model, inputs, kernels=False, autocast=True)
+    assert error(rows_of(model, inputs, kernels=True, autocast=True), expected) < 0.02
+
+
+def test_layers_that_wait_keep_little_memory_alive(
+    monkeypatch: pytest.MonkeyPatch, groups: Counter[tuple[str, int]]
+) -> None:
+    monkeypatch.setattr(held_layers, "_FREE_BYTES", 0)
+    torch.manual_seed(0)
+    model, words = Blocks().to(DEVICE), tokens()
+    expected = rows_of(model, words, kernels=False)
+    assert error(rows_of(model, words, kernels=True), expected) < 1e-5
+    assert all(count < 3 for _, count in groups)
+
+
+def test_many_layers_of_a_kind_are_served_in_parts(
+    monkeypatch: pytest.MonkeyPatch, groups: Counter[tuple[str, int]]
+) -> None:
+    monkeypatch.setattr(held_layers, "MOST_HELD", 2)
+    torch.manual_seed(0)
+    model, words = Blocks().to(DEVICE), tokens()
+    expected = rows_of(model, words, kernels=False)
+    assert error(rows_of(model, words, kernels=True), expected) < 1e-5
+    assert groups["HeldProduct", 2] == 2
+
+
+def test_a_gradient_that_is_changed_in_place_is_refused() -> None:
+    model = Blocks().to(DEVICE)
+
+    def scale(module: Any, given: Any, grads: tuple[Tensor, ...]) -> None:
+        grads[0].mul_(2)
+
+    model.norms[1].register_full_backward_hook(scale)
+    with pytest.raises(RuntimeError, match="changed in place during the backward"):
+        rows_of(model, tokens(), kernels=True)
