@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Many tests wait for child processes, so a few more run at a time than there are cores.
 JOBS ?= 3
 
-.PHONY: help demo test test-all integrations composer docs stress lint format example bench evidence dist clean
+.PHONY: help demo test test-all integrations composer docs stress chaos versions lint format example bench evidence dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -71,6 +71,13 @@ stress: $(STAMP) ## Kill runs 200 times, change their ranks, 10,000 damaged file
 	@$(BIN)/python -m tests.stress.resizes --chains 20
 	@$(BIN)/python -m tests.stress.shards --steps 200 --kills 5
 	@$(BIN)/python -m tests.stress.fuzz --inputs 10000
+
+TASK ?= digits-mlp
+chaos: $(STAMP) ## Let nine faults happen to a task (TASK=my_task.py:MyTask) on local ranks, trained in four ways
+	@$(BIN)/python -m benchmarks.chaos $(TASK)
+
+versions: $(STAMP) ## Run a suite with several versions of torch, each in an environment of its own
+	@$(BIN)/python -m benchmarks.versions
 
 lint: $(STAMP) ## Check style and types
 	@$(BIN)/ruff check .

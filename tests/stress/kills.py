@@ -17,18 +17,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
+from benchmarks.chaos import differences, last_state, train
 
-from gradherd.comm.world import World
-from gradherd.hooks.state import unpack
 from gradherd.lab.ranks import RankError, run_ranks
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.runner import CHECKPOINT_FOLDER, CheckpointOptions, run_all
 
 WORKERS = 4
 KILLS_OF_A_RUN = 5
@@ -49,49 +45,10 @@ def config(epochs: int) -> RunConfig:
     )
 
 
-def train(out: Path, epochs: int, every: int, resume: bool) -> str:
-    """Train on this rank; return how it ended."""
-    saving = CheckpointOptions(every=every, resume=resume)
-    return run_all([config(epochs)], World.detect(), out=out, saving=saving)[0].status
-
-
-def numbers(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Return every number of a state that decides what comes next: no clocks."""
-    if isinstance(state, dict):
-        for key, value in state.items():
-            if "seconds" not in str(key) and key != "record":
-                yield from numbers(value, f"{path}/{key}")
-    elif isinstance(state, list | tuple):
-        for at, value in enumerate(state):
-            yield from numbers(value, f"{path}/{at}")
-    else:
-        yield path, state
-
-
-def last_state(out: Path) -> dict[str, Any]:
-    """Return all numbers of the newest checkpoint, by name."""
-    newest = max((out / CHECKPOINT_FOLDER).glob("step-*"))
-    found: dict[str, Any] = {"step": newest.name}
-    for path in sorted(newest.glob("*.safetensors")):
-        found |= numbers(unpack(path.read_bytes()), path.stem)
-    return found
-
-
-def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Return the names of what is not equal to the bit."""
-    names = set(one) ^ set(other)
-    for name in set(one) & set(other):
-        mine, theirs = one[name], other[name]
-        same = torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs
-        if not same:
-            names.add(name)
-    return sorted(names)
-
-
 def attempt(out: Path, epochs: int, every: int, delay: float | None, chance: random.Random) -> bool:
     """Go on until the end (True), or until killed after `delay` seconds (False)."""
     if delay is None:
-        run_ranks(train, WORKERS, out, epochs, every, True, timeout=500)
+        run_ranks(train, WORKERS, config(epochs), out, every, True, timeout=500)
         return True
     alone = chance.random() < 0.5
     victim = chance.randrange(WORKERS)
@@ -109,7 +66,7 @@ def attempt(out: Path, epochs: int, every: int, delay: float | None, chance: ran
         timers[0].start()
 
     try:
-        run_ranks(train, WORKERS, out, epochs, every, True, timeout=500, on_start=started)
+        run_ranks(train, WORKERS, config(epochs), out, every, True, timeout=500, on_start=started)
     except RankError:
         return False
     finally:
@@ -123,7 +80,7 @@ def stress(kills: int, epochs: int, every: int, seed: int, tell: Any = print) ->
     with tempfile.TemporaryDirectory(prefix="gradherd-stress-") as name:
         reference = Path(name) / "reference"
         begin = time.monotonic()
-        run_ranks(train, WORKERS, reference, epochs, every, False, timeout=600)
+        run_ranks(train, WORKERS, config(epochs), reference, every, False, timeout=600)
         longest = time.monotonic() - begin
         expected = last_state(reference)
         while done < kills:
