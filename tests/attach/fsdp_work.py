@@ -70,10 +70,13 @@ def network(kind="plain", dtype=torch.float64):
     return Net(kind).to(dtype)
 
 
-def shard(net, mesh, *, compiled=False, **options):
+def shard(net, mesh, *, compiled=False, layers=False, **options):
     """Shard the blocks and the rest, as users do; compile one of the blocks, which takes long."""
     if compiled:
         net.second.compile(backend="aot_eager")
+    if layers:
+        for layer in (net.first.linear, net.first.norm, net.last):
+            fully_shard(layer, mesh=mesh, **options)
     for block in (net.first, net.second):
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(net, mesh=mesh, **options)
@@ -106,6 +109,8 @@ CASES = {
     "two-sided examples on 2 2": Case(mesh=(2, 2), rows="two-sided", unit=1),
     "two-sided examples compiled": Case(rows="two-sided", unit=1, compiled=True),
     "exact examples": Case(rows="exact", unit=1),
+    "exact examples, layer by layer": Case(rows="exact", unit=1, options={"layers": True}),
+    "examples, layer by layer": Case(rows="two-sided", unit=1, options={"layers": True}),
     "sketched batches": Case(rows="sketch"),
     "no rows": Case(policy="d-rr", rows="auto"),
     "accumulate": Case(accumulate=2),

@@ -9,6 +9,7 @@ from gradherd.comm import (
     broadcast,
     run_ranks,
 )
+from gradherd.comm.collectives import CollectiveError
 from tests.comm import rank_functions
 
 FLOAT, LONG, DOUBLE, INT = 4, 8, 8, 4  # bytes
@@ -108,3 +109,11 @@ def test_a_small_all_reduce_has_the_same_bits_on_all_ranks(size):
     sums = [value for value, _ in run_ranks(rank_functions.sum_small, size)]
     assert all(torch.equal(sums[0], other) for other in sums)
     torch.testing.assert_close(sums[0], torch.arange(3.0).double() * size + sum(range(size)) / 3)
+
+
+def test_what_a_backend_says_becomes_a_sentence():
+    error = CollectiveError("[pair.cc:553]\n  Connection closed by peer")
+    assert error.reason == "[pair.cc:553] Connection closed by peer"
+    assert (
+        str(error) == f"ranks did not meet: one has died, is late or out of reach ({error.reason})"
+    )

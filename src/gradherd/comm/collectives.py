@@ -46,7 +46,18 @@ class CollectiveResult(NamedTuple):
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed: a rank has died, is late, or has started another one."""
+    """A collective failed: a rank has died, is late, or has started another one.
+
+    Args:
+        reason: What the backend says.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = " ".join(reason.split())
+        """The same, in one line."""
+        super().__init__(
+            f"ranks did not meet: one has died, is late or out of reach ({self.reason})"
+        )
 
 
 class PendingCollective(NamedTuple):

@@ -224,7 +224,7 @@ def _cause(error: RuntimeError, world: World) -> str:
         "ranks did not meet to exchange their gradients: a rank has died or is later than the "
         f"process group's timeout of {world.timeout().total_seconds():g} s, or some ranks but not "
         "all kept the gradients of an earlier backward: call zero_grad() on all ranks or on none "
-        f"({' '.join(str(error).split())})"
+        f"({getattr(error, 'reason', ' '.join(str(error).split()))})"
     )
 
 

@@ -221,7 +221,7 @@ class LocalExchange(ModelExchange):
         try:
             value, sent = run(exchange_script(self._worker, at, buffers), self._channel)
         except RuntimeError as error:
-            reason = " ".join(str(error).split())
+            reason = getattr(error, "reason", " ".join(str(error).split()))
             raise RuntimeError(
                 f"the exchange after local step {int(at[0])} failed: a rank has died, or is later "
                 f"than the process group's timeout of {self.world.timeout().total_seconds():g} s "

@@ -275,8 +275,10 @@ def layer_for(
     named = dict(module.named_parameters(recurse=False))
     if not set(owner.parameters) <= set(named) <= {"weight", "bias"}:
         return None
-    if hasattr(module, "parametrizations") or module._forward_pre_hooks:
-        return None  # a hook may compute the weight (spectral_norm)
+    # A hook may compute the weight (spectral_norm); that of fully_shard only gathers it.
+    computes = [hook for hook in module._forward_pre_hooks.values() if not _is_of_fsdp(hook)]
+    if hasattr(module, "parametrizations") or computes:
+        return None
 
     def is_a(*kinds: type[nn.Module]) -> bool:
         return any(issubclass(kind, one) and kind.forward is one.forward for one in kinds)
@@ -298,6 +300,11 @@ def layer_for(
     if is_a(nn.RMSNorm) or (likeness and set(owner.parameters) == {"weight"}):
         return LastDimsNorm(name, pool, module, rms=True)
     return ChannelNorm(name, pool, module) if is_a(*_CHANNEL_NORMS) else None
+
+
+def _is_of_fsdp(hook: object) -> bool:
+    """Return whether `fully_shard` has registered a hook, on a layer that is sharded by itself."""
+    return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
 
 
 def describe(model: nn.Module) -> str:
