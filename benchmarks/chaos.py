@@ -60,7 +60,7 @@ class Fault:
     what: str
     promise: str
     """"through": the run comes to its end by itself, with the same bits; "resumed": it ends in a
-    sentence and goes on with the same bits; "said": it goes on, or ends as diverged, and says so;
+    sentence and goes on with the same bits; "said": it goes on, or ends as diverged, and says why;
     "goes on": it is resumed and comes to its end, or refuses that in a sentence."""
     everywhere: bool = False
     """Whether it strikes all ranks."""
@@ -275,8 +275,9 @@ class Chaos:
             happened, died, ended, loss, said = f"{where}: {shortened(reason)}", True, "", None, []
         if fault.promise == "said":
             # What a loss of NaN does to the weights is up to the optimizer.
-            kept = not died and (bool(said) or ended == "diverged")
-            return self._row(name, f"{happened}; {shortened(said[0]) if said else 'silent'}", kept)
+            told = [line for line in said if "not finite" in line]
+            what = shortened(told[0]) if told else "silent"
+            return self._row(name, f"{happened}; {what}", not died and bool(told))
         if died == (fault.promise == "through"):
             return self._row(name, f"{happened}, which was not expected", False)
         if name == "damage":
