@@ -33,11 +33,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradherd.comm.sliced_mean import mean_bytes
+from gradherd.lab.tasks.registry import import_file
 from gradherd.lab.train.powersgd import LowRankWorkers
 from gradherd.sparsify.local import LocalSteps, OuterOptimizer
 from gradherd.sparsify.packing import decode_values, encode_values
+from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.settings import make_settings
 from gradherd.sparsify.virtual_workers import VirtualWorkers
+
+_METHODS = Path(__file__).parents[1] / "studies" / "methods"
+SPARSIFIERS["demo"] = import_file(_METHODS / "demo.py", "DeMo").DeMo
 
 TOKENS, LENGTH = 50_257, 128
 """Words of GPT-2's vocabulary, tokens of a block."""

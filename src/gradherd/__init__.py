@@ -31,12 +31,8 @@ if TYPE_CHECKING:
     from gradherd.rows.settings import ExactRows as ExactRows
     from gradherd.rows.settings import SketchRows as SketchRows
     from gradherd.rows.settings import TwoSidedRows as TwoSidedRows
-    from gradherd.sparsify.basics import CLTK as CLTK
     from gradherd.sparsify.basics import Dense as Dense
-    from gradherd.sparsify.basics import RandomK as RandomK
-    from gradherd.sparsify.basics import Threshold as Threshold
     from gradherd.sparsify.basics import TopK as TopK
-    from gradherd.sparsify.demo import DeMo as DeMo
     from gradherd.sparsify.local import LocalSteps as LocalSteps
     from gradherd.sparsify.partitioned import ExDyna as ExDyna
     from gradherd.sparsify.partitioned import Micro as Micro

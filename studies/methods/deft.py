@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -29,7 +29,14 @@ from gradherd.sparsify.exchange import gather_indices
 from gradherd.sparsify.kernels import topk_indices
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.partitions import even_cuts
-from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext, check_density
+from gradherd.sparsify.selector import (
+    Proposal,
+    Selection,
+    Selector,
+    Step,
+    StepContext,
+    check_density,
+)
 
 # Squares of norms in this range neither overflow nor underflow in float32.
 _SAFE_MIN, _SAFE_MAX = 1e-15, 1e15
@@ -70,41 +77,33 @@ class Deft(Selector):
             sizes += [end - begin for begin, end in pairwise(cuts) if end > begin]
         return DeftState([0, *accumulate(sizes)])
 
-    def propose(self, acc: Tensor, k: int, state: DeftState, context: StepContext) -> Proposal:
+    def propose(self, step: Step) -> Proposal:
         """Compute the norms of the pieces; the header is their float32 bits."""
-        if k >= len(acc):
-            return Proposal.without_header(acc)
-        pieces = [acc[begin:end] for begin, end in pairwise(state.bounds)]
+        if step.k >= step.dim:
+            return Proposal.without_header(step)
+        pieces = [step.acc[begin:end] for begin, end in pairwise(step.state.bounds)]
         return Proposal(norms(pieces).view(torch.int32))
 
-    def agree(
-        self,
-        acc: Tensor,
-        k: int,
-        state: DeftState,
-        context: StepContext,
-        proposal: Proposal,
-        headers: Tensor,
-    ) -> Script[Selection]:
+    def agree(self, step: Step, own: Any, headers: Tensor) -> Script[Selection]:
         """Compute who selects how many of which pieces, select, and gather the indices.
 
         Pieces that are sent whole count as selected by the leader, whose norms caused it.
         """
-        leader = context.step % context.size
-        if k >= len(acc):
-            counts = [len(acc) * (rank == leader) for rank in range(context.size)]
-            return Selection(torch.arange(len(acc), device=acc.device), counts, state)
-        spans = list(pairwise(state.bounds))
-        plan = _LayerPlan.of(headers.view(torch.float32), spans, k, context)
+        acc, leader = step.acc, step.number % step.size
+        if step.k >= step.dim:
+            counts = [step.dim * (rank == leader) for rank in range(step.size)]
+            return Selection(step.everything(), counts, step.state)
+        spans = list(pairwise(step.state.bounds))
+        plan = _LayerPlan.of(headers.view(torch.float32), spans, step.k, step)
         selected = [torch.zeros(0, dtype=torch.int64, device=acc.device)]
-        for piece in plan.pieces[context.rank]:
+        for piece in plan.pieces[step.rank]:
             begin, end = spans[piece]
-            selected.append(begin + topk_indices(acc[begin:end], plan.shares[context.rank][piece]))
+            selected.append(begin + topk_indices(acc[begin:end], plan.shares[step.rank][piece]))
         gathered = yield from gather_indices(
-            torch.cat(selected), plan.counts, plan.reach(spans), context
+            torch.cat(selected), plan.counts, plan.reach(spans), step
         )
         common = [torch.arange(*spans[piece], device=acc.device) for piece in plan.whole]
-        return Selection(torch.cat([*common, gathered]), plan.totals(spans, leader), state)
+        return Selection(torch.cat([*common, gathered]), plan.totals(spans, leader), step.state)
 
 
 @dataclass(frozen=True)
@@ -128,9 +127,10 @@ class _LayerPlan:
         # same shares and bins, and nobody has to broadcast them.
         shares = allocate(norms, sizes, k)
         # Bins follow the leader's norms, but each worker selects by its own shares, as published.
-        whole, bins = assign(shares[context.step % context.size], sizes, context.size)
+        whole, bins = assign(shares[context.number % context.size], sizes, context.size)
         # Sorted, so that each worker's indices ascend and gather_indices need not sort them.
-        return cls(shares, whole, [sorted(bins[part]) for part in context.partitions])
+        turn = context.number % context.size
+        return cls(shares, whole, [sorted(own) for own in (*bins[turn:], *bins[:turn])])
 
     @property
     def counts(self) -> list[int]:

@@ -15,7 +15,7 @@ Letters: R workers, k entries of a sparse vector, B bytes.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +23,14 @@ from torch import Tensor
 from gradherd.comm.script import Script, SendRecv
 from gradherd.sparsify.kernels import topk_indices
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
-from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext, check_density
+from gradherd.sparsify.selector import (
+    Proposal,
+    Selection,
+    Selector,
+    Step,
+    StepContext,
+    check_density,
+)
 
 
 @dataclass(frozen=True)
@@ -41,28 +48,19 @@ class GTopK(Selector):
     def __post_init__(self) -> None:
         check_density(self.density)
 
-    def propose(self, acc: Tensor, k: int, state: None, context: StepContext) -> Proposal:
+    def propose(self, step: Step) -> Proposal:
         """Select the k largest; the header is empty, as every worker selects k."""
-        own = topk_indices(acc, k) if k < len(acc) else torch.arange(len(acc), device=acc.device)
-        return Proposal.without_header(acc, own)
+        own = topk_indices(step.acc, step.k) if step.k < step.dim else step.everything()
+        return Proposal.without_header(step, own)
 
-    def agree(
-        self,
-        acc: Tensor,
-        k: int,
-        state: None,
-        context: StepContext,
-        proposal: Proposal,
-        headers: Tensor,
-    ) -> Script[Selection]:
+    def agree(self, step: Step, own: Any, headers: Tensor) -> Script[Selection]:
         """Reduce up the tree, then receive the result and which own entries are part of it."""
-        own: Tensor = proposal.local
-        counts = [len(own)] * context.size
-        if k >= len(acc):
+        counts = [len(own)] * step.size
+        if step.k >= step.dim:
             # Nothing can be dropped, so the ordinary exchange sums the values.
             return Selection(own, counts, None)
-        result, alive = yield from _tree_reduce(SparseVector(own, acc[own]), context)
-        sent = torch.zeros(k, dtype=torch.bool, device=acc.device)
+        result, alive = yield from _tree_reduce(SparseVector(own, step.acc[own]), step)
+        sent = torch.zeros(step.k, dtype=torch.bool, device=own.device)
         sent[torch.searchsorted(result.indices, own[alive])] = True
         return Selection(result.indices, counts, None, sums=result.values, sent=sent)
 

@@ -323,7 +323,10 @@ def everything(folder):
         "not finite": not_finite(),
         "continued": continued(folder / "same"),
         "with momentum": continued(folder / "momentum", 0.9),
-        "own states": [own_states(None), own_states(gh.LocalSteps(every=3, method=gh.TopK(0.2)))],
+        "own states": [
+            own_states(None),
+            own_states(gh.LocalSteps(every=3, method=gh.TopK(0.2), values="fp32")),
+        ],
         "saved": saved(folder / "moved"),
         "refused": refused(),
     }

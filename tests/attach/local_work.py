@@ -23,11 +23,21 @@ CASES = {
     "heavy ball": gh.LocalSteps(
         every=2, values="fp32", outer_lr=0.5, outer_momentum=0.8, nesterov=False
     ),
-    "sparse": gh.LocalSteps(every=3, method=gh.TopK(density=0.1), decay=0.9, dense_below=20),
-    "overlap": gh.LocalSteps(
-        every=4, method=gh.TopK(density=0.1), decay=0.9, dense_below=20, overlap=True, delay=3
+    "sparse": gh.LocalSteps(
+        every=3, method=gh.TopK(density=0.1), values="fp32", decay=0.9, dense_below=20
     ),
-    "applied at once": gh.LocalSteps(every=2, method="exdyna", overlap=True, delay=2),
+    "overlap": gh.LocalSteps(
+        every=4,
+        method=gh.TopK(density=0.1),
+        values="fp32",
+        decay=0.9,
+        dense_below=20,
+        overlap=True,
+        delay=3,
+    ),
+    "applied at once": gh.LocalSteps(
+        every=2, method="exdyna", values="fp32", decay=0.95, overlap=True, delay=2
+    ),
 }
 
 
@@ -267,7 +277,9 @@ def ordered(rank):
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     sampler = gh.OrderedSampler(data, "cd-grab", batch_size=4)
-    local = gh.LocalSteps(every=3, method=gh.ExDyna(density=0.2), overlap=True)
+    local = gh.LocalSteps(
+        every=3, method=gh.ExDyna(density=0.2), values="fp32", decay=0.95, overlap=True
+    )
     herd = gh.attach(net, order=sampler, optimizer=optimizer, local=local)
     for epoch in range(3):
         sampler.set_epoch(epoch)

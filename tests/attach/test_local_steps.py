@@ -344,9 +344,9 @@ def test_a_factor_of_bytes_sets_the_recipe(fewer, every, momentum):
     assert dense * made.every / workers.metrics["bytes"] >= 0.999 * fewer
 
 
-def test_methods_that_select_have_defaults_of_their_own():
+def test_all_methods_have_the_same_defaults():
     sparse = gh.LocalSteps(method=gh.ExDyna(density=0.02))
-    assert (sparse.every, sparse.values, sparse.decay) == (30, "fp32", 0.95)
+    assert (sparse.every, sparse.values, sparse.decay) == (4, "int1", 1.0)
     assert gh.LocalSteps(method="dense") == gh.LocalSteps()
 
 

@@ -112,17 +112,17 @@ class Unfinished(Selector):
     def begin(self, dim, workers, layers):
         return self.before
 
-    def agree(self, acc, k, state, context, proposal, headers):
+    def agree(self, step, own, headers):
         yield from ()
-        return Selection(torch.arange(k), [k] * context.size, self.after)
+        return Selection(torch.arange(step.k), [step.k] * step.size, self.after)
 
 
 @dataclass(frozen=True)
 class Hasty(Unfinished):
     """Agree without a yield, so not in a generator."""
 
-    def agree(self, acc, k, state, context, proposal, headers):
-        return Selection(torch.arange(k), [k] * context.size, None)
+    def agree(self, step, own, headers):
+        return Selection(torch.arange(step.k), [step.k] * step.size, None)
 
 
 def step(method):

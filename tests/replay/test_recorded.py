@@ -135,8 +135,7 @@ def test_every_method_balances_its_books(capsys, recorded, tmp_path, method):
         assert list(step) == KEYS
         assert step["density"] == step["selected"] / 2000
         assert len(step["per_rank"]) == 3
-        if method != "demo":  # which selects frequencies, and each has a part in all coordinates
-            assert np.count_nonzero(row) <= step["selected"]
+        assert np.count_nonzero(row) <= step["selected"]
     last = np.linalg.norm(residual, axis=1).mean()
     assert result["steps"][-1]["residual_norm"] == pytest.approx(last, rel=1e-9, abs=1e-12)
     assert sorted(path.name for path in out.iterdir()) == ["mean.npy", "residual.npy"]

@@ -27,17 +27,17 @@ class EveryNth:
     def begin(self, dim, workers, layers):
         return None
 
-    def propose(self, acc, k, state, context):
+    def propose(self, step):
         return Proposal(torch.zeros(0, dtype=torch.int32))
 
-    def agree(self, acc, k, state, context, proposal, headers):
+    def agree(self, step, own, headers):
         yield from ()
-        if k >= len(acc):
-            indices = torch.arange(len(acc))
+        if step.k >= step.dim:
+            indices = step.everything()
         else:
-            step = self.stride_factor * (len(acc) // k)
-            indices = torch.arange(context.step % step, len(acc), step)
-        return Selection(indices, [len(indices)] * context.size, None)
+            stride = self.stride_factor * (step.dim // step.k)
+            indices = torch.arange(step.number % stride, step.dim, stride)
+        return Selection(indices, [len(indices)] * step.size, None)
 
     def rescale(self, state, factor):
         return None

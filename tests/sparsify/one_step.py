@@ -4,16 +4,22 @@ import torch
 
 from gradherd.comm.script import AllGather, run, run_together
 from gradherd.comm.world import World
-from gradherd.sparsify.selector import StepContext
+from gradherd.sparsify.selector import Step
 
 
-def agree(method, acc, k, layers, context):
+def propose(method, acc, k, state, number=1, rank=0, size=1):
+    """What one worker proposes."""
+    return method.propose(Step(number, rank, size, acc=acc, k=k, state=state))
+
+
+def agree(method, acc, k, layers, number, rank, size):
     """The script of one worker: show the header, then agree."""
-    state = method.begin(len(acc), context.size, layers)
-    proposal = method.propose(acc, k, state, context)
+    state = method.begin(len(acc), size, layers)
+    step = Step(number, rank, size, acc=acc, k=k, state=state)
+    proposal = method.propose(step)
     flag = torch.ones(1, dtype=torch.int32)
     headers = yield AllGather(torch.cat([flag, proposal.header]))
-    return (yield from method.agree(acc, k, state, context, proposal, headers[:, 1:]))
+    return (yield from method.agree(step, proposal.own, headers[:, 1:]))
 
 
 def results(result, header):
@@ -30,13 +36,14 @@ def results(result, header):
 
 def header_bytes(method, acc, k, layers, size):
     state = method.begin(len(acc), size, layers)
-    return 4 * (1 + len(method.propose(acc, k, state, StepContext(0, 0, size)).header)) * (size - 1)
+    header = propose(method, acc, k, state, 0, 0, size).header
+    return 4 * (1 + len(header)) * (size - 1)
 
 
 def together(method, accs, k, *, layers=None, step=0):
     """All workers in this process, from (R, D)."""
     size, layers = len(accs), layers or [accs.shape[1]]
-    scripts = [agree(method, accs[r], k, layers, StepContext(step, r, size)) for r in range(size)]
+    scripts = [agree(method, accs[r], k, layers, step, r, size) for r in range(size)]
     header = header_bytes(method, accs[0], k, layers, size)
     return [results(result, header) for result in run_together(scripts)]
 
@@ -45,9 +52,9 @@ def on_rank(method, accs, k, layers, step):
     """This rank's part of it."""
     world = World.detect()
     own = accs[world.rank]
-    context = StepContext(step, world.rank, world.size)
     header = header_bytes(method, own, k, layers, world.size)
-    return results(run(agree(method, own, k, layers, context), world), header)
+    script = agree(method, own, k, layers, step, world.rank, world.size)
+    return results(run(script, world), header)
 
 
 def several(cases):

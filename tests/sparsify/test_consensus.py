@@ -77,7 +77,7 @@ def test_a_magnitude_lies_between_the_edges_of_its_leading_bits(value):
 def offers(draw):
     """Some ascending indices of a partition that may have several pages."""
     length = draw(st.sampled_from([1, 2, 7, 65_536, 65_537, 140_000, 1_000_000, 2_000_000_000]))
-    selections = draw(st.sets(st.integers(0, length - 1), max_size=40))
+    selections = draw(st.sets(st.integers(0, length - 1), min_size=1, max_size=40))
     edges = {0, length - 1} if draw(st.booleans()) else set()
     return sorted(selections | edges), length
 
@@ -86,7 +86,8 @@ def offers(draw):
 @settings(max_examples=200, deadline=None)
 def test_offers_are_read_as_they_were_written(offered, compact, seed):
     indices, reach = offered
-    magnitudes = normal(seed, 2, len(indices)).abs()
+    scales = normal(seed + 9, 2, len(indices)).mul(4).exp()
+    magnitudes = (normal(seed, 2, len(indices)) * scales).abs()
     length = message_length(len(indices), reach, compact)
     messages = torch.stack(
         [pack(torch.tensor(indices, dtype=torch.int64), row, reach, compact) for row in magnitudes]
@@ -94,7 +95,21 @@ def test_offers_are_read_as_they_were_written(offered, compact, seed):
     assert (messages.dtype, messages.shape) == (torch.int32, (2, length))
     actual, bits = unpack(messages, len(indices), reach, compact)
     assert actual.tolist() == [indices, indices]
-    assert torch.equal(bits, leading_bits(magnitudes))
+    wanted = leading_bits(magnitudes)
+    if compact:  # One of 255 steps below the largest, by hand; what is smaller counts as zero.
+        top = wanted.amax(1, keepdim=True) // 16
+        wanted = torch.where(top - wanted // 16 < 255, wanted // 16 * 16, 0)
+    assert torch.equal(bits, wanted)
+
+
+def test_coarse_magnitudes_tell_zero_and_the_largest_apart():
+    magnitudes = torch.tensor([1e-9, 0.0, 3.0, 3.1, 1e4, 20.0, 0.0])
+    message = pack(torch.arange(7), magnitudes, 7, compact=True)
+    _, bits = unpack(message[None], 7, 7, compact=True)
+    read = smallest_magnitude(bits[0])
+    assert read[[0, 1, 6]].tolist() == [0.0] * 3
+    near = magnitudes[2:6] / read[2:6]
+    assert bool(((near >= 1) & (near < 1.07)).all())
 
 
 @pytest.mark.parametrize(

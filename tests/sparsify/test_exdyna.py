@@ -41,7 +41,7 @@ class World:
             worker.add(0, grad.clone())
         self.acc = torch.stack([worker.feedback.acc.clone() for worker in self.workers])
         self.number = self.workers[0].step
-        self.bounds = self.method.bounds(self.dim, self.workers[0].state)
+        self.bounds = self.method.rule(self.dim).blocks.bounds(self.workers[0].state.cuts.tolist())
         results = run_together([worker.script() for worker in self.workers])
         for worker, one in zip(self.workers, results, strict=True):
             worker.commit(one.value)

@@ -87,7 +87,7 @@ METHODS = [ExDyna(0.01), ExDyna(0.01, balance="none", rotate=False), Micro(0.02)
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("method", METHODS, ids=str)
-@pytest.mark.parametrize("values", ["fp32", "int8"])
+@pytest.mark.parametrize("values", ["fp32", "int4"])
 def test_they_choose_and_send_what_workers_with_a_host_do(method, size, values):
     settings = Sparsify(method=method, values=values)
     ours = DeviceWorkers(settings, size)
@@ -209,5 +209,17 @@ def test_coordinates_and_positions_are_each_others_inverse():
     assert placement.size == 3 * TILE
     assert int(placement.coordinates(torch.tensor([40], device=DEVICE))) == -1
     assert placement.coordinates(placement.always).tolist() == list(range(80, 207))
-    numbers, offsets = placement.in_buckets(positions[[50, 200, 0, 199]])
-    assert numbers.tolist() == [0, 0, 1, 2] and offsets.tolist() == [0, 30, 0, 119]
+    flats = [torch.zeros(count, device=DEVICE) for count in (37, 50, 120)]
+    values = torch.tensor([1.0, 2.0, 3.0, 4.0], device=DEVICE)
+    written = placement.write(flats, positions[[50, 200, 0, 199]], values)
+    assert torch.equal(written, values)
+    assert [flat.nonzero().view(-1).tolist() for flat in flats] == [[0, 30], [0], [119]]
+    assert [float(flat.sum()) for flat in flats] == [3.0, 3.0, 4.0]
+
+
+def test_a_parameter_that_is_not_exchanged_keeps_its_room_in_a_bucket():
+    placement = Placement([[(None, 5), (2, 3)], [(0, 2)]], 5, torch.device(DEVICE))
+    flats = [torch.zeros(8, device=DEVICE), torch.zeros(2, device=DEVICE)]
+    at = placement.positions(torch.arange(5, device=DEVICE))
+    placement.write(flats, at, torch.arange(1.0, 6.0, device=DEVICE))
+    assert [flat.tolist() for flat in flats] == [[0, 0, 0, 0, 0, 3, 4, 5], [1, 2]]

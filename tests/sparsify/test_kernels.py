@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 
 from gradherd.sparsify.kernels import (
     add,
-    copy_unless,
     count_marks,
-    fill_unless,
     indices_above,
     marked,
     marks_for,
+    overwrite_unless,
     scatter_to_bucket,
     topk_indices,
 )
@@ -107,9 +106,9 @@ def test_what_is_not_finite_is_noted_and_stays_so(value):
 def test_copies_and_fills_happen_unless_all_is_well():
     for ok in (True, False):
         source, target = torch.arange(5.0), torch.full((5,), 7.0)
-        copy_unless(torch.tensor(ok), source, target)
+        overwrite_unless(torch.tensor(ok), target, source)
         assert target.tolist() == ([7.0] * 5 if ok else source.tolist())
-        fill_unless(torch.tensor(ok), target, torch.nan)
+        overwrite_unless(torch.tensor(ok), target, torch.nan)
         assert bool(target.isnan().all()) is not ok
 
 

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradherd.sparsify.basics import Threshold
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 from gradherd.sparsify.worker import ErrorFeedback, Worker, merge_residuals
 from studies.methods.gtopk import GTopK
+from studies.methods.thresholds import Threshold
 from tests.sparsify.rank_work import normal, same
 from tests.sparsify.reference import MomentumCorrection
 

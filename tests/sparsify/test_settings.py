@@ -11,6 +11,7 @@ from gradherd.sparsify.registry import SPARSIFIERS, make_sparsifier
 from gradherd.sparsify.selector import target_count
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
+from studies.methods.demo import DeMo
 
 
 def refuses(make, **setting):
@@ -114,8 +115,8 @@ def test_settings_of_the_exchange(setting):
 
 
 def test_values_that_make_no_difference_warn():
-    with pytest.warns(UserWarning, match="values='bf16' has no effect on demo"):
-        Sparsify(method="demo", values="bf16")
+    with pytest.warns(UserWarning, match="values='bf16' has no effect on DeMo"):
+        Sparsify(method=DeMo(), values="bf16")
 
 
 def test_an_unknown_name_lists_the_known_ones():

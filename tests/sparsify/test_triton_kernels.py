@@ -126,12 +126,12 @@ def test_what_hangs_on_a_condition_happens_only_then(length):
         wanted = int((values.abs() >= 0.5).sum()) if condition else -len(marks.counts)
         assert int(marks.counts.sum()) == wanted
         target, memory = inside(length, 3, values=torch.zeros(length))
-        triton_kernels.copy_unless(flag, values, target)
+        triton_kernels.overwrite_unless(flag, target, values)
         assert torch.equal(target, torch.zeros_like(values) if condition else values)
         assert untouched(target, memory, 3)
         for kind in KINDS:
             filled = torch.ones(length + 1, dtype=kind, device=DEVICE)
-            triton_kernels.fill_unless(flag, filled[:length], torch.nan)
+            triton_kernels.overwrite_unless(flag, filled[:length], torch.nan)
             assert filled[:length].isnan().all() == (not condition)
             assert float(filled[length]) == 1
 

@@ -46,7 +46,8 @@ def test_density_shows_the_same_gradients_to_every_sparsifier(tmp_path):
         {"sparsify": ["topk", "randomk"], "density": 0.01},
         {"sparsify": "exdyna", "density": 0.01, "method": [{"blocks": 64}, {"rotate": False}]},
     ]
-    one = study(DENSITY, arms, {"workers": 2, "steps": 4}, task="digits-mlp")
+    more = {"task": "digits-mlp", "methods": {"randomk": "methods/randomk.py:RandomK"}}
+    one = study(DENSITY, arms, {"workers": 2, "steps": 4}, **more)
     told = Counted()
     where = RunContext(folder=one.folder, progress=told)
     found = {r.arm: r for batch in run_planned(one, plan_runs(one), tmp_path, where) for r in batch}
@@ -62,7 +63,7 @@ def test_density_shows_the_same_gradients_to_every_sparsifier(tmp_path):
 
 def test_a_study_brings_methods_of_its_own(tmp_path):
     arms = [{"sparsify": ["deft", "sage"], "density": 0.01}]
-    homes = {"deft": "methods/deft.py:Deft", "sage": "methods/sage.py:Sage"}
+    homes = {"deft": "methods/deft.py:Deft", "sage": "methods/thresholds.py:Sage"}
     more = {"task": "digits-mlp", "methods": homes}
     found = results_of(study(DENSITY, arms, {"workers": 2, "steps": 3}, **more), tmp_path)
     assert {arm for arm, _ in found} == {"deft 0.01", "sage 0.01"}
@@ -70,7 +71,7 @@ def test_a_study_brings_methods_of_its_own(tmp_path):
     for home, says in (
         ("methods/odd.py:Deft", "method 'deft': there is no file"),
         ("methods/deft.py:Odd", "method 'deft': .* has no Selector 'Odd'"),
-        ("methods/sage.py:Sage", "method 'deft': there is another one of that name"),
+        ("methods/thresholds.py:Sage", "method 'deft': there is another one of that name"),
     ):
         with pytest.raises(ValueError, match=says):
             plan_runs(study(DENSITY, arms, {}, task="digits-mlp", methods={"deft": home}))

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from gradherd.sparsify.basics import Dense
-from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
-from studies.methods.sage import Sage, SageState
+from studies.methods.thresholds import Sage, SageState
+from tests.sparsify.one_step import propose
 
 SIZES = [1, 2, 3]
 DIMS = [1, 2, 31, 5000]
@@ -111,7 +111,7 @@ def test_density_one_is_dense(dim, size):
 
 
 def test_a_sample_without_a_mean_moves_nothing_by_it():
-    method, context = Sage(0.1, low=0, high=1e9), StepContext(1, 0, 1)
+    method = Sage(0.1, low=0, high=1e9)
     acc = torch.zeros(100, dtype=torch.float64)
     acc[7] = 3.0
     for state, values in [
@@ -120,23 +120,21 @@ def test_a_sample_without_a_mean_moves_nothing_by_it():
         (SageState(2.0, 0.0), acc),
     ]:
         examined = 0.01 if values[7] else 0.0
-        after = method.propose(values, 10, state, context).local[1]
+        after = propose(method, values, 10, state).own[1]
         want = 2.0 * 2 / (1 + math.exp(0.1 - examined))
         assert after.threshold == pytest.approx(want, rel=1e-14)
     # What was measured last is not forgotten over a zero.
-    assert (
-        method.propose(torch.zeros_like(acc), 10, SageState(2.0, 0.5), context).local[1].mean == 0.5
-    )
+    assert propose(method, torch.zeros_like(acc), 10, SageState(2.0, 0.5)).own[1].mean == 0.5
 
 
 def test_the_threshold_follows_the_scale_at_once():
     draw = np.random.RandomState(0)
     acc = torch.from_numpy(draw.randn(4000))
-    method, context = Sage(0.01), StepContext(1, 0, 1)
+    method = Sage(0.01)
     threshold = float(acc.abs().sort().values[-60])
-    before = method.propose(acc, 40, SageState(threshold, None), context).local[1]
-    after = method.propose(1000 * acc, 40, before, context)
-    assert after.local[2] == pytest.approx(1000 * threshold, rel=0.02)
+    before = propose(method, acc, 40, SageState(threshold, None)).own[1]
+    after = propose(method, 1000 * acc, 40, before)
+    assert after.own[2] == pytest.approx(1000 * threshold, rel=0.02)
     assert 50 <= int(after.header[0]) <= 60
 
 
@@ -144,10 +142,10 @@ def test_it_nears_the_target_from_far_off_and_stays_within_the_band():
     draw = torch.Generator().manual_seed(0)
     for first in (1e-4, 1e4):
         method, state, counts = Sage(0.01, first=first), SageState(None, None), []
-        for step in range(400):
+        for _ in range(400):
             acc = torch.randn(20_000, generator=draw)
-            proposal = method.propose(acc, 200, state, StepContext(step, 0, 1))
-            state = proposal.local[1]
+            proposal = propose(method, acc, 200, state)
+            state = proposal.own[1]
             counts.append(int(proposal.header[0]) / 200)
         assert not 0.05 < counts[0] < 20
         assert all(0.05 < count < 20 for count in counts[-50:])
@@ -171,21 +169,21 @@ def test_the_first_threshold_may_be_given():
 
 
 def test_zeros_are_not_sent_and_a_lost_threshold_starts_again():
-    method, context = Sage(0.25), StepContext(1, 0, 1)
+    method = Sage(0.25)
     acc = torch.tensor([1e-30, 0.0, 0.0, 1e-30, 0.0, 0.0, 0.0, 0.0])
-    selections, after, _ = method.propose(acc, 2, SageState(1e-20, 1.0), context).local
+    selections, after, _ = propose(method, acc, 2, SageState(1e-20, 1.0)).own
     assert selections.tolist() == [0, 3]
     assert after.threshold is None
-    selections, after, _ = method.propose(8 * acc, 2, after, context).local
+    selections, after, _ = propose(method, 8 * acc, 2, after).own
     assert (selections.tolist(), after.threshold) == ([], 1 / (2 * math.sqrt(2)))
 
 
 def test_a_change_of_unit_changes_no_pick():
-    method, context = Sage(0.1), StepContext(3, 0, 1)
+    method = Sage(0.1)
     acc = torch.from_numpy(np.random.RandomState(1).randn(500))
     state = SageState(1.5, 0.7)
-    selections, after, threshold = method.propose(acc, 50, state, context).local
-    scaled, moved, high = method.propose(8 * acc, 50, method.rescale(state, 8.0), context).local
+    selections, after, threshold = propose(method, acc, 50, state).own
+    scaled, moved, high = propose(method, 8 * acc, 50, method.rescale(state, 8.0)).own
     assert 0 < len(selections) < 500
     assert scaled.tolist() == selections.tolist()
     assert (high, moved) == (8 * threshold, method.rescale(after, 8.0))

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from gradherd.sparsify.basics import Dense
-from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
-from studies.methods.sidco import SIDCo, SIDCoState, gamma, gamma_quantile, pareto
+from studies.methods.thresholds import SIDCo, SIDCoState, gamma, gamma_quantile, pareto
+from tests.sparsify import one_step
 
 SIZES = [1, 2, 3]
 DIMS = [1, 2, 31, 5000]
@@ -82,8 +82,8 @@ def exchange(accs, union):
 
 
 def propose(method, acc, k, stages=1):
-    proposal = method.propose(acc, k, SIDCoState(stages), StepContext(0, 0, 1))
-    selections, after, threshold = proposal.local
+    proposal = one_step.propose(method, acc, k, SIDCoState(stages))
+    selections, after, threshold = proposal.own
     assert proposal.header.tolist() == [len(selections)]
     return selections.tolist(), after, threshold
 
@@ -175,10 +175,10 @@ def test_stages_mend_a_fit_of_another_distribution():
 def test_stages_are_found_by_themselves():
     draw = np.random.RandomState(0)
     method, state, counts = SIDCo(0.001), SIDCoState(1), []
-    for step in range(60):
+    for _ in range(60):
         acc = torch.from_numpy(draw.randn(50_000))
-        proposal = method.propose(acc, 50, state, StepContext(step, 0, 1))
-        state = proposal.local[1]
+        proposal = one_step.propose(method, acc, 50, state)
+        state = proposal.own[1]
         counts.append(int(proposal.header[0]))
     assert np.mean(counts[:5]) < 0.5 * 50  # a normal distribution ends sooner
     assert np.mean(counts[-30:]) == pytest.approx(50, rel=0.4)

@@ -23,15 +23,13 @@ from gradherd.sparsify.message_sizes import (
     DEFAULT_DENSITY,
     EXDYNA_CAPACITY,
     FLAG_BYTES,
-    INDEX_BYTES,
-    MAGNITUDE_BYTES,
-    OFFSET_BYTES,
     ONE_ROUND_BYTES,
     ONE_ROUND_SHARE,
-    PAGE,
     VALUE_BITS,
     ValueFormat,
     index_bytes,
+    index_formats,
+    magnitude_bytes,
     value_bytes,
 )
 
@@ -226,7 +224,7 @@ def _topk(setting: Setting) -> tuple[float, float]:
     ranks, k = setting.workers, setting.density * setting.params
     if setting.density == 1:
         return _values(setting, setting.params)
-    indices = _index_bytes(k, math.ceil(setting.params / PAGE))
+    indices = _index_bytes(k, setting.params)
     # 1 - (1 - density) ** R, without losing the digits of a small density.
     union = setting.params * -math.expm1(ranks * math.log1p(-setting.density))
     seconds, sent = _values(setting, union)
@@ -243,11 +241,10 @@ def _exdyna(setting: Setting, form: ValueFormat = "fp32") -> tuple[float, float]
     # Each rank offers a few more than its share, from which all choose the same threshold.
     count = math.ceil(EXDYNA_CAPACITY * k / ranks)
     span = setting.params / ranks
-    offers = _index_bytes(count, math.ceil(span / PAGE))
-    if form in VALUE_BITS:  # only then may indices take 12 bits
-        offers = min(offers, index_bytes(count, (0, math.ceil(span)), 12))
+    compact = form in VALUE_BITS
+    offers = _index_bytes(count, span, compact)
     # Every offer has its magnitude beside it; a flag says whether the gradient was finite.
-    offers += MAGNITUDE_BYTES * count + FLAG_BYTES + COUNT_BYTES
+    offers += magnitude_bytes(count, compact) + FLAG_BYTES + COUNT_BYTES
     seconds, sent = _values(setting, k, form)
     return all_gather_seconds(offers, ranks, setting.link) + seconds, sent + offers * (ranks - 1)
 
@@ -265,9 +262,10 @@ def _local(setting: Setting, every: int) -> tuple[float, float]:
     return seconds / every, sent / every
 
 
-def _index_bytes(count: float, pages: int) -> float:
-    """Return the bytes of `count` indices: in full, or as offsets in pages and page counts."""
-    return min(INDEX_BYTES * count, OFFSET_BYTES * count + COUNT_BYTES * pages)
+def _index_bytes(count: float, span: float, compact: bool = False) -> float:
+    """Return the bytes of `count` of `span` coordinates in the smallest format."""
+    whole, within = math.ceil(count), (0, math.ceil(span))
+    return min(index_bytes(whole, within, bits) for bits in index_formats(compact))
 
 
 def _values(setting: Setting, count: float, form: ValueFormat = "fp32") -> tuple[float, float]:
@@ -303,7 +301,6 @@ EXCHANGES: dict[str, Callable[[Setting], tuple[float, float]]] = {
     "powersgd": _powersgd,
     "topk": _topk,
     "exdyna": _exdyna,
-    "exdyna-int8": partial(_exdyna, form="int8"),
     "exdyna-int4": partial(_exdyna, form="int4"),
     "exdyna-int2": partial(_exdyna, form="int2"),
     "local-2": partial(_local, every=2),

@@ -26,7 +26,7 @@ RIVALS = ("dense", "fp16", "powersgd")
 """What torch does without gradherd."""
 _MILDEST_FIRST = (
     *("dense", "fp16", "local-2", "local-4", "local-8", "local-16"),
-    *("topk", "exdyna", "exdyna-int8", "exdyna-int4", "exdyna-int2", "powersgd"),
+    *("topk", "exdyna", "exdyna-int4", "exdyna-int2", "powersgd"),
 )
 """Exchanges by how much they change training: by the perplexity that GPT-2 lost to them in our
 records. topk sends up to R times what exdyna sends at the same density."""

@@ -33,6 +33,8 @@ from gradherd.sparsify.registry import (
 if TYPE_CHECKING:
     from gradherd.sparsify.settings import Sparsify
 
+# As training runs with a sparsifier and local steps have it.
+_LOCAL_DECAY = 0.95
 # The terminal shows the head of long orders; --json has all of it.
 _SHOWN_WORKERS, _SHOWN_UNITS = 8, 12
 
@@ -145,9 +147,10 @@ class ReplaySparsifyCommand:
         """Replay the file."""
         from gradherd.cli.progress import counted_loop
         from gradherd.replay.recorded import open_array, replay_sparsify
-        from gradherd.sparsify.local import LocalSteps
 
         settings = self._settings()
+        # From the method, not the option: dense has density 1 whatever was given.
+        density = settings.method.density
         with usage_errors():
             # Mapped, not read: the file may be larger than memory.
             gradients = open_array(self.file, ("steps", "workers", "dim"))
@@ -156,7 +159,7 @@ class ReplaySparsifyCommand:
                     gradients,
                     settings,
                     every=self.local_steps,
-                    decay=LocalSteps(method=settings.method).decay if self.local_steps > 1 else 1.0,
+                    decay=_LOCAL_DECAY if self.local_steps > 1 and density < 1 else 1.0,
                     out=self.out,
                     progress=advance,
                 )
@@ -164,8 +167,6 @@ class ReplaySparsifyCommand:
         if workers > count:
             read = f"{count} steps of {workers} workers"
             _warn_of_axes(read, "workers, units, dim", "order")
-        # From the method, not the option: dense has density 1 whatever was given.
-        density = settings.method.density
         if self.json:
             local = {"local_steps": self.local_steps} if self.local_steps > 1 else {}
             print_json({"method": self.method, "density": density, **local, "steps": steps})

@@ -41,6 +41,17 @@ _MOST_GRAPHS = 64
 _MOST_TAILS = 8
 
 
+def placement_of(
+    buckets: Sequence[dist.GradBucket], slices: Mapping[Tensor, slice], worker: Worker
+) -> Placement:
+    """Return where the parameters of buckets lie, of which `slices` has those that are sent."""
+    spans = [
+        [(slices[p].start if p in slices else None, p.numel()) for p in bucket.parameters()]
+        for bucket in buckets
+    ]
+    return Placement(spans, worker.sparse, worker.feedback.residual.device)
+
+
 class DeviceExchange:
     """Takes the buckets of each backward, and overwrites them with the mean.
 
@@ -209,9 +220,7 @@ class DeviceExchange:
 
     def _place(self, buckets: Sequence[dist.GradBucket]) -> GpuSteps:
         """Lay out the residual as these buckets are."""
-        parameters = [bucket.parameters() for bucket in buckets]
-        spans = [[(self._slices[p].start, p.numel()) for p in bucket] for bucket in parameters]
-        placement = Placement(spans, self._worker.sparse, self._worker.feedback.residual.device)
+        placement = placement_of(buckets, self._slices, self._worker)
         old, new = self._steps, GpuSteps(self._worker, placement)
         if old is None:
             new.begin(self._loss_scale())
@@ -219,8 +228,8 @@ class DeviceExchange:
             new.take_over(old)
         self._steps = new
         self._buckets = [
-            (bucket.buffer().data_ptr(), bucket.buffer().numel(), [id(p) for p in own])
-            for bucket, own in zip(buckets, parameters, strict=True)
+            (one.buffer().data_ptr(), one.buffer().numel(), [id(p) for p in one.parameters()])
+            for one in buckets
         ]
         self._checked = -1  # Counted from the next backward on.
         self._forget_graphs()

@@ -5,7 +5,7 @@ After the last one the whole gradient is exchanged, and every bucket gets its pa
 backward waits for that. Selection needs the whole gradient, so it cannot begin earlier.
 
 Residuals are stored in a flat vector in the order of the model, not of the buckets: DDP rebuilds
-those after the first step. `BucketMap` translates between the two.
+those after the first step. A `Placement` translates between the two.
 
 Shapes: D elements of all parameters in the flat vector, K of them that are sent.
 """
@@ -23,14 +23,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradherd.comm.checks import MOST_BROKEN
 from gradherd.flat import exchangeable, in_memory_order
 from gradherd.hooks.bucket_hook import BucketHook, world_of
-from gradherd.hooks.device_exchange import DeviceExchange
+from gradherd.hooks.device_exchange import DeviceExchange, placement_of
 from gradherd.hooks.exchange import GradientExchange
 from gradherd.hooks.parameter_usage import ParameterUsage, tracks_usage
 from gradherd.hooks.torch_names import scale_on_device
-from gradherd.sparsify import kernels
 from gradherd.sparsify.gpu_worker import runs_on_device
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.worker import clip_together
+from gradherd.sparsify.worker import Placement, clip_together
 
 
 def pieces(bucket: dist.GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
@@ -39,64 +38,6 @@ def pieces(bucket: dist.GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
     for parameter in bucket.parameters():
         yield parameter, flat[offset : offset + parameter.numel()]
         offset += parameter.numel()
-
-
-class BucketMap:
-    """Where buckets and the flat vector of all parameters correspond."""
-
-    def __init__(
-        self,
-        buckets: Sequence[dist.GradBucket],
-        slices: Mapping[Tensor, slice],
-        named: Mapping[str, Tensor],
-    ) -> None:
-        """Map all buckets of a backward.
-
-        Args:
-            buckets: DDP's buckets, in the order in which they arrived.
-            slices: Where each parameter is in the flat vector.
-            named: The parameters by name.
-        """
-        found: set[Tensor] = set()
-        table = []  # (begin in the flat vector, bucket, begin in the bucket) of each parameter
-        for number, bucket in enumerate(buckets):
-            offset = 0
-            for parameter, piece in pieces(bucket):
-                found.add(parameter)
-                # An empty parameter begins where the next one does: `put` could not tell them
-                # apart.
-                if parameter in slices and len(piece):
-                    table.append((slices[parameter].start, number, offset))
-                offset += len(piece)
-        # Sorted by where parameters begin, for the binary search in `put`; on the device, so that
-        # indices need not be copied to the host.
-        rows = torch.tensor(sorted(table), dtype=torch.int64).view(-1, 3).T
-        device = buckets[0].buffer().device
-        self._begins, self._numbers, self._offsets = rows.contiguous().to(device)
-
-        self.present = {name for name, parameter in named.items() if parameter in found}
-        """Names of the parameters that the buckets hold."""
-
-    def put(self, flats: Sequence[Tensor], indices: Tensor, values: Tensor) -> Tensor:
-        """Write values into buckets that are zero.
-
-        Args:
-            flats: The buckets.
-            indices: (K,) positions in the flat vector.
-            values: (K,).
-
-        Returns:
-            (K,) the values as the dtypes of the buckets hold them.
-        """
-        # Parameters are contiguous in the flat vector, so the last one that begins at or before an
-        # index holds it.
-        row = torch.searchsorted(self._begins, indices, right=True) - 1
-        offsets = indices - self._begins[row] + self._offsets[row]
-        buckets = self._numbers[row]
-        written = torch.zeros_like(values)
-        for number, flat in enumerate(flats):
-            kernels.scatter_to_bucket(flat, buckets, number, offsets, values, written)
-        return written
 
 
 class SparseHook(BucketHook, GradientExchange):
@@ -125,7 +66,8 @@ class SparseHook(BucketHook, GradientExchange):
         self._slices: dict[Tensor, slice] = {
             p: self.layout.slices[name] for name, p in parameters.items()
         }
-        self._map: BucketMap | None = None  # of the buckets of the last exchange on the host
+        self._placement: Placement | None = None  # of the last exchange on the host
+        self._present: set[str] = set()  # names of the parameters that its buckets hold
         self._device: DeviceExchange | None = None
         # Which parameters a backward has used must be read on the host, once per step.
         if not tracks_usage(ddp) and runs_on_device(self._worker):
@@ -185,17 +127,20 @@ class SparseHook(BucketHook, GradientExchange):
             # The learning rate is zero: residuals are in the unit of parameters, so this gradient
             # adds nothing to them. The buckets are zero, as `add` has left them.
             return
-        if self.has_new(buckets) or self._map is None:
-            self._map = BucketMap(buckets, self._slices, self.parameters)
+        if self.has_new(buckets) or self._placement is None:
+            self._placement = placement_of(buckets, self._slices, self._worker)
+            here = {p for bucket in buckets for p in bucket.parameters()}
+            self._present = {name for name, p in self.parameters.items() if p in here}
         flats = [bucket.buffer() for bucket in buckets]
-        outcome, used = self._run(self._map.present, flags)
+        outcome, used = self._run(self._present, flags)
         if outcome is None:
             for flat in flats:
                 flat.fill_(torch.nan)
             return
         # A narrow dtype rounds or clamps the mean. What the bucket could not hold goes back into
         # the residual, so the optimizer gets it later.
-        written = self._map.put(flats, outcome.coordinates(), self._worker.mean_of(outcome))
+        at = self._placement.positions(outcome.coordinates())
+        written = self._placement.write(flats, at, self._worker.mean_of(outcome))
         self._keep(outcome, written, used)
 
     def _look_back(self) -> None:

@@ -1,12 +1,14 @@
 """Consensus: workers offer a little more than their fair share, and all keep the k largest offers.
 
 A worker offers the largest coordinates of its partition, as many as its capacity: their indices
-and, in 16 bits each, their magnitudes. The length of that message is known beforehand. All workers
-then see the same offers and accept the k largest. So exactly k coordinates are sent, from the
-first step on and at any scale of the gradients, and no worker sends more than its capacity.
+and, in 16 or 8 bits each, their magnitudes. The length of that message is known beforehand. All
+workers then see the same offers and accept the k largest. So exactly k coordinates are sent, from
+the first step on and at any scale of the gradients, and no worker sends more than its capacity.
 
 The 16 bits of a magnitude are the leading bits of its float32 after the sign: the exponent and
-eight bits of the mantissa. Magnitudes that agree in them differ by less than 0.4 %.
+eight bits of the mantissa. Magnitudes that agree in them differ by less than 0.4 %. Beside values
+of few bits they take 8: how many steps of 6 % they are below the largest of their worker, where 255
+stands for zero and all that is that small.
 
 Everything here has fixed shapes, so a GPU never waits for the host: what is not there is masked.
 Sums that all workers must find alike are sums of integers, which are exact in any order. On a host,
@@ -24,14 +26,17 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from gradherd.sparsify.message_sizes import IndexBits, index_bytes, pages_of
+from gradherd.sparsify.message_sizes import IndexBits, index_bytes, index_formats, magnitude_bytes
 from gradherd.sparsify.packing import pack_indices, unpack_indices
 from gradherd.sparsify.partitions import LOAD_UNIT, Blocks, even_cuts, recut, whole_loads
 
 # The sign bit is zero, so dropping 15 bits of a float32 leaves the 16 that are sent.
 _DROPPED_BITS = 15
+# Of those 16, as many are dropped where magnitudes take 8: steps of 1/16 of a power of two.
+_COARSE_BITS = 4
 # The search keeps the number of candidates between these multiples of k: fewer may not fill all
 # capacities, which costs a search of the whole partition; more take longer to rank.
 _MIN_CANDIDATES, _MAX_CANDIDATES = 2, 4
@@ -165,7 +170,8 @@ def smallest_magnitude(bits: Tensor) -> Tensor:
 
 def message_length(count: int, reach: int, compact: bool = False) -> int:
     """Return how many int32 `count` offers take, whose indices are below `reach`."""
-    return _index_words(count, reach, _index_bits(count, reach, compact)) + (count + 1) // 2
+    words = _index_words(count, reach, _index_bits(count, reach, compact))
+    return words - (-magnitude_bytes(count, compact) // 4)
 
 
 def pack(indices: Tensor, magnitudes: Tensor, reach: int, compact: bool = False) -> Tensor:
@@ -175,7 +181,7 @@ def pack(indices: Tensor, magnitudes: Tensor, reach: int, compact: bool = False)
         indices: (M,) int64, ascending, from 0 on and below `reach`.
         magnitudes: (M,) their magnitudes.
         reach: Coordinates that the offers come from.
-        compact: Whether indices may take 12 bits.
+        compact: Whether indices and magnitudes may take few bits.
 
     Returns:
         (message_length(M, reach, compact),) int32.
@@ -188,7 +194,13 @@ def pack(indices: Tensor, magnitudes: Tensor, reach: int, compact: bool = False)
         4 * _index_words(count, reach, bits), dtype=torch.uint8, device=indices.device
     )
     words[: len(packed)] = packed
-    pairs = torch.nn.functional.pad(leading_bits(magnitudes), (0, count % 2)).view(-1, 2)
+    leading = leading_bits(magnitudes)
+    if compact:
+        steps = leading >> _COARSE_BITS
+        top = steps.max()
+        below = F.pad((top - steps).clamp_(max=255).to(torch.uint8), (0, -count % 4))
+        return torch.cat([words.view(torch.int32), top.view(1), below.view(torch.int32)])
+    pairs = F.pad(leading, (0, count % 2)).view(-1, 2)
     return torch.cat([words.view(torch.int32), pairs[:, 0] | (pairs[:, 1] << 16)])
 
 
@@ -204,17 +216,19 @@ def unpack(
     words = _index_words(count, reach, bits)
     packed = messages[:, :words].contiguous().view(torch.uint8)
     packed = packed[:, : index_bytes(count, (0, reach), bits)]
-    pairs = messages[:, words : words + (count + 1) // 2]
-    magnitudes = torch.stack([pairs & 0xFFFF, (pairs >> 16) & 0xFFFF], dim=-1)
     indices = unpack_indices(packed, count, (0, reach), bits)
+    rest = messages[:, words : message_length(count, reach, compact)]
+    if compact:
+        below = rest[:, 1:].contiguous().view(torch.uint8)[:, :count]
+        steps = (rest[:, :1] - below.int()).masked_fill_(below == 255, 0).clamp_(min=0)
+        return indices, steps << _COARSE_BITS
+    magnitudes = torch.stack([rest & 0xFFFF, (rest >> 16) & 0xFFFF], dim=-1)
     return indices, magnitudes.flatten(1)[:, :count]
 
 
 def _index_bits(count: int, reach: int, compact: bool) -> IndexBits:
     """Return in how many bits offers are written: all workers must agree on the smallest."""
-    formats: tuple[IndexBits, ...] = (16, 32) if len(pages_of((0, reach))) == 1 else (32, 16)
-    formats += (12,) if compact else ()
-    return min(formats, key=lambda bits: _index_words(count, reach, bits))
+    return min(index_formats(compact), key=lambda bits: _index_words(count, reach, bits))
 
 
 def _index_words(count: int, reach: int, bits: IndexBits) -> int:

@@ -5,16 +5,16 @@ workers; K coordinates that are sent, K_r those that worker r selected. Sizes ar
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradherd.comm.script import AllGather, AllGatherUneven, Script, check_script
-from gradherd.sparsify.message_sizes import index_bytes
+from gradherd.sparsify.message_sizes import index_bytes, index_formats
 from gradherd.sparsify.packing import pack_indices, unpack_indices
-from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext
+from gradherd.sparsify.selector import Proposal, Selection, Selector, Step, StepContext
 
 # --- One step ----------------------------------------------------------------------------------
 
@@ -74,29 +74,32 @@ def padding(counts: Sequence[int]) -> float:
     return len(counts) * max(counts) / total if total else 1.0
 
 
-def select(
-    part: Tensor, finite: bool, method: Selector, k: int, state: Any, context: StepContext
-) -> Script[Selection | None]:
-    """Agree on what is sent of (S,) `part`; None, on all workers, if one has values not finite."""
+def select(step: Step, finite: bool, method: Selector) -> Script[Selection | None]:
+    """Agree on what is sent of (S,) `step.acc`; None, on all workers, if one is not `finite`."""
     # A worker with values that are not finite must still take part, or the others would hang. It
     # proposes zeros, and its flag calls the step off everywhere.
-    part = part if finite else torch.zeros_like(part)
-    flag = torch.tensor([int(finite)], dtype=torch.int32, device=part.device)
+    step = step if finite else replace(step, acc=torch.zeros_like(step.acc))
+    flag = torch.tensor([int(finite)], dtype=torch.int32, device=step.acc.device)
     # If all parameters are small, there is nothing to select.
-    proposal = method.propose(part, k, state, context) if len(part) else Proposal(flag[:0])
+    proposal = method.propose(step) if step.dim else Proposal(flag[:0])
     # The flag and the method's header share one message: a round costs more than its few bytes.
     headers: Tensor = yield AllGather(torch.cat([flag, proposal.header]))
     headers = headers.cpu()  # The host waits for the device here: later shapes depend on headers.
     if not bool(headers[:, 0].all()):
         return None
-    if not len(part):
-        return Selection(flag[:0].long(), [0] * context.size, state)
-    script = method.agree(part, k, state, context, proposal, headers[:, 1:])
+    return (yield from agreed(step, proposal, headers[:, 1:], method))
+
+
+def agreed(step: Step, proposal: Proposal, headers: Tensor, method: Selector) -> Script[Selection]:
+    """Have a method agree on what is sent, given the (R, H) headers of all workers."""
+    if not step.dim:
+        return Selection(step.everything(), [0] * step.size, step.state)
+    script = method.agree(step, proposal.own, headers)
     check_script(script, method, "agree")
     selection = yield from script
     # A worker loads a saved state only if `begin` makes one to compare it with.
-    if (selection.state is None) != (state is None):
-        kinds = [type(one).__name__ for one in (state, selection.state)]
+    if (selection.state is None) != (step.state is None):
+        kinds = [type(one).__name__ for one in (step.state, selection.state)]
         raise ValueError(
             f"{type(method).__name__}.begin returned {kinds[0]}, but agree {kinds[1]}: both must "
             "return a state, or both None"
@@ -112,9 +115,9 @@ def gather_indices(
 ) -> Script[Tensor]:
     """Concatenate the indices that all workers selected.
 
-    They are sent as int32, or as offsets in pages with a count for each page (`packing`),
-    whichever is smallest. All workers know `counts` and `spans`, so they agree on the format
-    without a flag.
+    They are sent as int32, as offsets in pages with a count for each page, or as a bitmap
+    (`packing`), whichever is smallest. All workers know `counts` and `spans`, so they agree on the
+    format without a flag.
 
     Args:
         own: (K_r,) int64 indices of this worker, without repeats. They are sorted here: values
@@ -131,7 +134,9 @@ def gather_indices(
     if context.size == 1 or not sum(counts):
         return own
     both = list(zip(counts, spans, strict=True))
-    formats = {bits: [index_bytes(*one, bits) for one in both] for bits in context.index_bits}
+    formats = {
+        bits: [index_bytes(*one, bits) for one in both] for bits in index_formats(context.compact)
+    }
     bits, sizes = min(formats.items(), key=lambda one: sum(one[1]))
     if bits == 32:
         # `Worker` refuses vectors whose coordinates do not fit int32.

@@ -222,11 +222,9 @@ class GpuSteps:
         limit = torch.finfo(flats[0].dtype).max
         exact = self.unit_is_one and flats[0].dtype == mean.dtype
         grads = mean if self.unit_is_one else (mean / self._unit).clamp(-limit, limit)
-        numbers, offsets = self._placement.in_buckets(at)
-        written = torch.zeros_like(mean)
-        for number, flat in enumerate(flats):
-            kernels.scatter_to_bucket(flat, numbers, number, offsets, grads, written)
-            kernels.fill_unless(ok, flat, torch.nan)
+        written = self._placement.write(flats, at, grads)
+        for flat in flats:
+            kernels.overwrite_unless(ok, flat, torch.nan)
         left = error
         if not exact:
             # What the bucket's dtype could not hold; all workers keep the same part of the mean.
@@ -236,7 +234,7 @@ class GpuSteps:
             feedback.acc.index_fill_(0, at, 0)
         else:
             feedback.acc.index_copy_(0, at, left)
-        kernels.copy_unless(ok, feedback.residual, feedback.acc)
+        kernels.overwrite_unless(ok, feedback.acc, feedback.residual)
 
     def commit(self) -> None:
         """Make the sum of this step the residual of the next."""

@@ -101,23 +101,16 @@ def marked(values: Tensor, threshold: Tensor, marks: Marks, capacity: int) -> tu
     return positions, torch.tensor(len(reaching), device=values.device)
 
 
-def copy_unless(ok: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy (D,) `source` to `target` unless the () bool is true.
+def overwrite_unless(ok: Tensor, target: Tensor, source: Tensor | float) -> None:
+    """Overwrite (D,) `target` by a vector or a number unless the () bool is true.
 
     If it is true, the kernel returns at once.
     """
-    if triton := _triton_for(source, target):
-        triton.copy_unless(ok, source, target)
+    vectors = (target, source) if isinstance(source, Tensor) else (target,)
+    if target.is_cuda and (triton := _triton()) and all(one.is_contiguous() for one in vectors):
+        triton.overwrite_unless(ok, target, source)
         return
     target.copy_(torch.where(ok, target, source))
-
-
-def fill_unless(ok: Tensor, flat: Tensor, value: float) -> None:
-    """Fill a vector with `value` unless the () bool is true; see `copy_unless`."""
-    if flat.is_cuda and (triton := _triton()) and flat.is_contiguous():
-        triton.fill_unless(ok, flat, value)
-        return
-    flat.copy_(torch.where(ok, flat, value))
 
 
 def scatter_to_bucket(
@@ -143,40 +136,6 @@ def scatter_to_bucket(
     narrowed = values[mine].clamp(-limit, limit).to(flat.dtype)
     flat[offsets[mine]] = narrowed
     written[mine] = narrowed.to(written.dtype)
-
-
-def has_sign_kernels(device: torch.device) -> bool:
-    """Return whether values can be rounded to one bit by a kernel: float32 on a GPU."""
-    return device.type == "cuda" and has_triton()
-
-
-def encode_signs(values: Tensor, length: int, message: Tensor, left: Tensor) -> None:
-    """Round values to one bit, as `packing.encode_values` does with each slice.
-
-    Args:
-        values: (n,) float32, of which every slice has `length`; the last may be shorter.
-        length: Of a slice.
-        message: (R, bytes) uint8 receives the levels and signs of each slice.
-        left: (n,) receives what rounding takes; may be `values`.
-    """
-    _sign_kernels().encode_signs(values, length, message, left)
-
-
-def encode_sign_sums(received: Tensor, real: int, message: Tensor, lost: Tensor) -> None:
-    """Add up slices in one bit, in the order of their rows, and round the sum to one bit.
-
-    Args:
-        received: (R, bytes) uint8 of each worker's slice.
-        real: Values of the slice; zeros follow.
-        message: (bytes,) uint8 receives the sum.
-        lost: (length,) float32 is added to the sum; receives what rounding takes.
-    """
-    _sign_kernels().encode_sign_sums(received, real, message, lost)
-
-
-def decode_signs(messages: Tensor, length: int, out: Tensor) -> None:
-    """Write what (R, bytes) messages of `length` values each hold to (n,) `out`."""
-    _sign_kernels().decode_signs(messages, length, out)
 
 
 def indices_above(values: Tensor, threshold: float) -> Tensor:
@@ -244,12 +203,6 @@ def _triton_for(*vectors: Tensor) -> Any:
     if any(vector.device != vectors[0].device for vector in vectors):
         return None
     return _triton()
-
-
-def _sign_kernels() -> Any:
-    from gradherd.sparsify import triton_signs  # late, as below
-
-    return triton_signs
 
 
 def _triton() -> Any:

@@ -20,7 +20,7 @@ from gradherd.comm.checks import check_numbers
 from gradherd.comm.script import AllGather, Script
 from gradherd.sparsify.basics import Dense
 from gradherd.sparsify.exchange import Outcome
-from gradherd.sparsify.message_sizes import GROUP
+from gradherd.sparsify.message_sizes import GROUP, ValueFormat
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.worker import Worker
@@ -44,16 +44,15 @@ class LocalSteps:
     Multiply AdamW's learning rate for dense training by `lr_factor(workers)`.
     """
 
-    every: int = None  # type: ignore[assignment]  # resolved below, as all that is None
-    """H, the steps of the optimizer between two exchanges: 4, or 30 if a method selects."""
+    every: int = None  # type: ignore[assignment]  # 4, unless `fewer` says otherwise
+    """H, the steps of the optimizer between two exchanges: 4."""
     method: Selector = field(default_factory=Dense)
     """What selects coordinates of the difference; a name is that method with its defaults."""
-    values: str = None  # type: ignore[assignment]
-    """How values are sent, as in `Sparsify`; what rounding takes stays in the residual. "int1" if
-    all coordinates are sent, else "fp32"."""
-    decay: float = None  # type: ignore[assignment]
+    values: ValueFormat = "int1"
+    """How values are sent, as in `Sparsify`; what rounding takes stays in the residual."""
+    decay: float = 1.0
     """Factor of the residual at each exchange. 1 loses nothing, and is right if all coordinates are
-    sent; of a method that selects, some were computed long ago and fit the weights less: 0.95."""
+    sent. If a method selects few, some have waited long and fit the weights less: try 0.95."""
     outer_lr: float = 1.0
     """Learning rate of the outer step; 1 without momentum averages the workers' weights."""
     outer_momentum: float = 0.0
@@ -78,16 +77,11 @@ class LocalSteps:
     def __post_init__(self, fewer: float | None) -> None:
         if fewer is not None:
             self._follow_frontier(fewer)
-        given: Any = self.method  # a name, maybe
-        sends_all = getattr(given, "sends_all", given == "dense")
-        kept = {"every": 4, "values": "int1", "decay": 1.0}
-        defaults = kept if sends_all else {"every": 30, "values": "fp32", "decay": 0.95}
-        for name, default in defaults.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, default)
+        every: Any = self.every
+        if every is None:
+            object.__setattr__(self, "every", 4)
         # Checked there: the method, its name, `values` and `dense_below`.
-        sent = Sparsify(method=self.method, values=self.values, dense_below=self.dense_below)  # type: ignore[arg-type]
-        object.__setattr__(self, "method", sent.method)
+        object.__setattr__(self, "method", self.sent.method)
         # Not isinstance: True is an int, too.
         if type(self.every) is not int or self.every < 1:
             raise ValueError(f"every must be an integer of at least 1, got {self.every!r}")
@@ -117,7 +111,7 @@ class LocalSteps:
         check_numbers(fewer=fewer)
         if not 16 <= fewer <= 1000:
             raise ValueError(f"fewer must be from 16 to 1,000 times, got {fewer}")
-        plain = {"every": None, "method": Dense(), "values": None, "outer_lr": 1.0}
+        plain = {"every": None, "method": Dense(), "values": "int1", "outer_lr": 1.0}
         for name, untouched in (plain | {"outer_momentum": 0.0}).items():
             if getattr(self, name) != untouched:
                 raise ValueError(f"fewer sets {name}, so give one of both")
@@ -146,7 +140,7 @@ class LocalSteps:
     @property
     def sent(self) -> Sparsify:
         """How a difference is sent."""
-        return Sparsify(method=self.method, values=self.values, dense_below=self.dense_below)  # type: ignore[arg-type]
+        return Sparsify(method=self.method, values=self.values, dense_below=self.dense_below)
 
     @property
     def steps_until_applied(self) -> int:

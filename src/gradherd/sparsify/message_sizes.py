@@ -9,18 +9,17 @@ from typing import Literal
 DEFAULT_DENSITY = 0.01
 """Share of the coordinates that methods send unless they are told otherwise, everywhere."""
 
-ValueFormat = Literal["fp32", "bf16", "int8", "int4", "int2", "int1"]
+ValueFormat = Literal["fp32", "bf16", "int4", "int2", "int1"]
 """How values are sent (`Sparsify.values`)."""
 
-VALUE_FORMATS: tuple[ValueFormat, ...] = ("fp32", "bf16", "int8", "int4", "int2", "int1")
+VALUE_FORMATS: tuple[ValueFormat, ...] = ("fp32", "bf16", "int4", "int2", "int1")
 
-VALUE_BITS: dict[ValueFormat, int] = {"int8": 8, "int4": 4, "int2": 2, "int1": 1}
+VALUE_BITS: dict[ValueFormat, int] = {"int4": 4, "int2": 2, "int1": 1}
 """Bits of a value in the formats that have levels."""
 
-IndexBits = Literal[12, 16, 32]
-
-CHUNK_BITS = 12
-"""A chunk is 2**12 coordinates, so that an offset has 12 bits."""
+IndexBits = Literal[1, 8, 12, 16, 32]
+"""How indices are written: as offsets in pages of 2**8, 2**12 or 2**16 coordinates, whole (32), or
+as a bitmap with 1 bit for every coordinate."""
 
 GROUP = 256
 """Values that share their levels. One bit with a level for each 64 has less to round, yet ends far
@@ -35,24 +34,8 @@ FLAG_BYTES = 4
 COUNT_BYTES = 4
 """A count in a header (of candidates, or of selected coordinates): int32."""
 
-INDEX_BYTES = 4
-"""A coordinate as int32."""
-
 MAX_COORDINATES = 2**31 - 1
 """Elements that a model can have: more would not fit an index."""
-
-OFFSET_BYTES = 2
-"""A coordinate as its offset in a page. Cheaper than an index as long as pages are not too many:
-each page also costs a count."""
-
-PAGE_BITS = 16
-"""A page is 2**16 coordinates, so that an offset has 16 bits."""
-
-PAGE = 1 << PAGE_BITS
-"""Coordinates of a page."""
-
-MAGNITUDE_BYTES = 2
-"""A magnitude in an offer (consensus): the leading 16 bits of its float32, without the sign."""
 
 ONE_ROUND_BYTES = 1 << 10
 """Values of up to this size are all-gathered: one round with more bytes then beats two rounds
@@ -65,12 +48,12 @@ EXDYNA_CAPACITY = 1.05
 """ExDyna: a worker offers at most this many times its fair share of k (default of `capacity`)."""
 
 
-def pages_of(span: tuple[int, int], bits: int = PAGE_BITS) -> range:
+def pages_of(span: tuple[int, int], bits: int) -> range:
     """Return the numbers of the pages of 2**bits that the coordinates [first, end) lie in.
 
     An empty span has one page, so that there is always a first one to count from.
 
-    >>> pages_of((0, 65_536)), pages_of((65_535, 65_537)), pages_of((7, 7))
+    >>> pages_of((0, 65_536), 16), pages_of((65_535, 65_537), 16), pages_of((7, 7), 16)
     (range(0, 1), range(0, 2), range(0, 1))
     """
     first, end = span
@@ -80,15 +63,35 @@ def pages_of(span: tuple[int, int], bits: int = PAGE_BITS) -> range:
 def index_bytes(count: int, span: tuple[int, int], bits: IndexBits) -> int:
     """Return how many bytes `pack_indices` writes.
 
-    >>> [index_bytes(100, (0, 65_536), bits) for bits in (12, 16, 32)]
-    [182, 200, 400]
+    >>> [index_bytes(100, (0, 65_536), bits) for bits in (1, 8, 12, 16, 32)]
+    [8192, 612, 182, 200, 400]
     """
     if not count or bits == 32:
         return 4 * count
+    if bits == 1:
+        return -(-(span[1] - span[0]) // 8)
     pages = len(pages_of(span, bits))
-    # A chunk's count fits 16 bits; that of a page may be one more than fits, so it takes 32.
-    counts = (2 if bits == CHUNK_BITS else 4) * pages if pages > 1 else 0
+    # The count of a page of 2**16 may be one more than fits 16 bits.
+    counts = (4 if bits == 16 else 2) * pages if pages > 1 else 0
     return counts + -(-bits * count // 8)
+
+
+def index_formats(compact: bool) -> tuple[IndexBits, ...]:
+    """Return the formats that indices may have; of those with equally many bytes, the first.
+
+    Args:
+        compact: Whether values take few bits: then indices are what is left to save.
+    """
+    return (32, 16, 12, 8, 1) if compact else (32, 16)
+
+
+def magnitude_bytes(count: int, compact: bool) -> int:
+    """Return how many bytes the magnitudes of `count` offers take (`consensus.pack`).
+
+    >>> magnitude_bytes(100, compact=False), magnitude_bytes(100, compact=True)
+    (200, 104)
+    """
+    return 4 + count if compact else 2 * count
 
 
 def level_bytes(count: int, bits: int) -> int:
@@ -102,7 +105,7 @@ def level_bytes(count: int, bits: int) -> int:
 def value_bytes(count: int, bits: int) -> int:
     """Return how many bytes `encode_values` writes for `count` values.
 
-    >>> value_bytes(1000, 1), value_bytes(1000, 2), value_bytes(1000, 8), value_bytes(0, 2)
-    (133, 266, 1016, 0)
+    >>> value_bytes(1000, 1), value_bytes(1000, 2), value_bytes(1000, 4), value_bytes(0, 2)
+    (133, 266, 516, 0)
     """
     return level_bytes(count, bits) + -(-bits * count // 8)

@@ -1,9 +1,10 @@
 """How indices and values are written into messages: pure functions, the same bytes everywhere.
 
-An index takes 32 bits; or 16 as an offset in a page of 65,536 coordinates; or 12 as an offset in a
-chunk of 4,096. Offsets need a count for each page or chunk, so what is smallest depends on how many
-there are. A value takes its own dtype; or 8, 4 or 2 bits: a sign, and the number of a level between
-two magnitudes that a group of 256 values shares; or 1 bit: a sign, and one magnitude for the group.
+An index takes 32 bits; or 16, 12 or 8 as an offset in a page of 65,536, 4,096 or 256 coordinates,
+which need a count for each page; or indices are a bitmap, with a bit for every coordinate. What is
+smallest depends on how many there are. A value takes its own dtype; or 4 or 2 bits: a sign, and the
+number of a level between two magnitudes that a group of 256 values shares; or 1 bit: a sign, and
+one magnitude for the group.
 
 Indices of 12 bits and values of 2 are what SparseLoCo sends (arXiv:2508.15706). Levels between the
 smallest and the largest magnitude suit values that were selected for being large: zero, which a
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 
 from gradherd.sparsify.message_sizes import (
-    CHUNK_BITS,
     GROUP,
     IndexBits,
     level_bytes,
@@ -32,9 +32,10 @@ def pack_indices(indices: Tensor, span: tuple[int, int], bits: IndexBits) -> Ten
     """Write ascending indices: a count for each page unless there is only one, then offsets.
 
     Args:
-        indices: (n,) int64, ascending, within `span`.
+        indices: (n,) int64, ascending, within `span`. The last may be repeated, but
+            a bitmap holds it once.
         span: Coordinates [first, end) that the indices come from.
-        bits: Of each offset; 32 writes whole indices.
+        bits: Of each offset; 32 writes whole indices, and 1 a bitmap of the span.
 
     Returns:
         (index_bytes(n, span, bits),) uint8.
@@ -44,20 +45,22 @@ def pack_indices(indices: Tensor, span: tuple[int, int], bits: IndexBits) -> Ten
         return indices.to(torch.uint8)
     if bits == 32:
         return indices.int().view(torch.uint8)
+    if bits == 1:
+        marks = torch.zeros(span[1] - span[0], dtype=torch.bool, device=indices.device)
+        marks[indices - span[0]] = True
+        return _pack_flags(marks)
     pages = pages_of(span, bits)
     low = indices.int()
-    if bits == CHUNK_BITS:
+    if bits == 12:
         offsets = _pack_12(low & 0xFFF)
-    else:  # The two low bytes of each little-endian int32.
-        offsets = low.view(torch.uint8).view(-1, 4)[:, :2].reshape(-1)
+    else:  # The low bytes of each little-endian int32.
+        offsets = low.view(torch.uint8).view(-1, 4)[:, : bits // 8].reshape(-1)
     if len(pages) == 1:
         return offsets
     # Ones added up, not `bincount`, for which the host would wait. Integers: any order will do.
     counts = torch.zeros(len(pages), dtype=torch.int32, device=indices.device)
     counts.index_add_(0, (indices >> bits) - pages.start, torch.ones_like(low))
-    return torch.cat(
-        [(counts.short() if bits == CHUNK_BITS else counts).view(torch.uint8), offsets]
-    )
+    return torch.cat([(counts if bits == 16 else counts.short()).view(torch.uint8), offsets])
 
 
 def unpack_indices(packed: Tensor, count: int, span: tuple[int, int], bits: IndexBits) -> Tensor:
@@ -67,21 +70,27 @@ def unpack_indices(packed: Tensor, count: int, span: tuple[int, int], bits: Inde
     """
     if not count:
         return packed.long()
+    if bits == 1:
+        flags = _unpack_flags(packed).reshape(-1, 8 * packed.shape[-1])
+        rows = [places_of(row, count) for row in flags]
+        return torch.stack(rows).view(*packed.shape[:-1], count) + span[0]
     pages = pages_of(span, bits)
     size = -(-bits * count // 8)
     head, body = packed[..., : packed.shape[-1] - size], packed[..., packed.shape[-1] - size :]
-    if bits == CHUNK_BITS:
+    if bits == 12:
         low = _unpack_12(body, count)
     else:
         body = body.reshape(*packed.shape[:-1], count, bits // 8).long()
-        low = body[..., 0] | (body[..., 1] << 8)
+        low = body[..., 0]
+        for byte in range(1, bits // 8):
+            low = low | (body[..., byte] << (8 * byte))
         if bits == 32:
-            return low | (body[..., 2] << 16) | (body[..., 3] << 24)
+            return low
     if len(pages) == 1:
         return low + (pages.start << bits)
     # Cloned, because a view as integers needs aligned memory.
     counts = head.clone(memory_format=torch.contiguous_format)
-    counts = counts.view(torch.int16 if bits == CHUNK_BITS else torch.int32).int()
+    counts = counts.view(torch.int32 if bits == 16 else torch.int16).int()
     if counts.dim() == 1:
         numbers = torch.arange(pages.start, pages.stop, device=packed.device)
         # With `output_size`, repeat_interleave need not wait for the device to add up the counts.
@@ -91,6 +100,22 @@ def unpack_indices(packed: Tensor, count: int, span: tuple[int, int], bits: Inde
     places = torch.arange(count, dtype=torch.int32, device=packed.device).expand(low.shape)
     page = torch.searchsorted(ends, places.contiguous(), right=True)
     return low + ((page + pages.start) << bits)
+
+
+def places_of(flags: Tensor, count: int, *, fixed: bool = False) -> Tensor:
+    """Return where (n,) flags are 1: (count,) ascending, zeros follow if they are fewer.
+
+    Args:
+        flags: 0 or 1.
+        count: At least as many as are 1.
+        fixed: Whether to do on a CPU, too, what does not wait for a GPU.
+    """
+    if flags.is_cpu and not fixed:
+        found = torch.from_numpy(np.flatnonzero(flags.numpy()))
+        return torch.nn.functional.pad(found, (0, count - len(found)))
+    every = torch.arange(len(flags), device=flags.device)
+    to = torch.where(flags == 1, flags.cumsum(0) - 1, count)
+    return every.new_zeros(count + 1).scatter_(0, to, every)[:count]
 
 
 def _pack_12(offsets: Tensor) -> Tensor:
@@ -117,12 +142,12 @@ def _unpack_12(packed: Tensor, count: int) -> Tensor:
 def encode_values(values: Tensor, bits: int) -> Tensor:
     """Round finite values to the levels of their groups.
 
-    With 1 or 2 bits a group has the one or two levels that lose the least squares. With 4 or 8 bits
-    there are 8 or 128, evenly from the smallest magnitude to the largest.
+    With 1 or 2 bits a group has the one or two levels that lose the least squares. With 4 bits it
+    has 8, evenly from the smallest magnitude to the largest.
 
     Args:
         values: (..., n) float32 or float64.
-        bits: 1, 2, 4 or 8.
+        bits: 1, 2 or 4.
 
     Returns:
         (..., value_bytes(n, bits)) uint8: the levels of all groups, then the codes.
@@ -140,7 +165,7 @@ def encode_values(values: Tensor, bits: int) -> Tensor:
     limit = torch.finfo(torch.bfloat16).max
     if bits == 1:
         level = (magnitudes.sum(-1) / real.sum(-1)).clamp_(max=limit).to(torch.bfloat16)
-        return torch.cat([level.view(torch.uint8), _pack_signs(values < 0)], dim=-1)
+        return torch.cat([level.view(torch.uint8), _pack_flags(values < 0)], dim=-1)
     low, high = _two_levels(magnitudes, real) if bits == 2 else _range(magnitudes, real)
     levels = torch.stack([low, high], dim=-1).clamp(max=limit).to(torch.bfloat16)
     # From the levels as they are sent: the sender must round as the others will read.
@@ -161,7 +186,8 @@ def decode_values(
     # Cloned, because a view as bf16 needs aligned memory.
     levels = packed[..., :border].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
     if bits == 1:
-        signs = _grouped(_unpack_signs(packed[..., border:], dtype)[..., :count])
+        negative = _unpack_flags(packed[..., border:])[..., :count].to(dtype)
+        signs = _grouped(negative.mul_(-2).add_(1))
         one_level: Tensor = signs.mul_(levels.to(dtype).unsqueeze(-1)).flatten(-2)
         return one_level[..., :count]
     levels = levels.reshape(*packed.shape[:-1], -1, 2)
@@ -190,10 +216,9 @@ def _two_levels(magnitudes: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     Best levels split the sorted magnitudes in two runs and are their means (Lloyd, Max). All 255
     splits are compared: iterating from a guess may end at a worse one, and takes more passes.
     """
-    # In float64, where a sum of 256 squares of float32 cannot overflow. What is padded comes last.
-    # Levels are sent as bf16, whose range is the smaller one.
-    wide = magnitudes.double().clamp(max=torch.finfo(torch.bfloat16).max)
-    ordered = wide.masked_fill(~real, torch.inf).sort(-1).values
+    # As shares of the largest, so that no square overflows or vanishes. What is padded comes last.
+    top = magnitudes.amax(-1, keepdim=True).clamp(min=torch.finfo(magnitudes.dtype).tiny)
+    ordered = (magnitudes / top).masked_fill(~real, torch.inf).sort(-1).values
     ordered = ordered.masked_fill(ordered.isinf(), 0)
     count = real.sum(-1, keepdim=True)
     low_count = torch.arange(1, GROUP + 1, device=real.device)
@@ -208,7 +233,7 @@ def _two_levels(magnitudes: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     low = low_sum.gather(-1, split) / (split + 1)
     high = (total - low_sum.gather(-1, split)) / (count - split - 1).clamp(min=1)
     high = torch.where(split + 1 < count, high, low)
-    return low.squeeze(-1), high.squeeze(-1)
+    return (top * low).squeeze(-1), (top * high).squeeze(-1)
 
 
 def _grouped(values: Tensor) -> Tensor:
@@ -217,20 +242,18 @@ def _grouped(values: Tensor) -> Tensor:
     return torch.nn.functional.pad(values, (0, missing)).reshape(*values.shape[:-1], -1, GROUP)
 
 
-def _pack_signs(negative: Tensor) -> Tensor:
+def _pack_flags(flags: Tensor) -> Tensor:
     """Pack (..., n) bool, eight to a byte, the first in the lowest bit."""
-    if negative.is_cpu:  # numpy has a loop for it, torch would need eight passes
-        return torch.from_numpy(np.packbits(negative.numpy(), axis=-1, bitorder="little"))
-    return _pack_bits(negative.to(torch.uint8), 1)
+    if flags.is_cpu:  # numpy has a loop for it, torch would need eight passes
+        return torch.from_numpy(np.packbits(flags.numpy(), axis=-1, bitorder="little"))
+    return _pack_bits(flags.to(torch.uint8), 1)
 
 
-def _unpack_signs(packed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 1 where a bit is 0, and -1 where it is 1."""
+def _unpack_flags(packed: Tensor) -> Tensor:
+    """Return (..., 8 bytes) uint8 the bits of (..., bytes)."""
     if packed.is_cpu:
-        bits = torch.from_numpy(np.unpackbits(packed.numpy(), axis=-1, bitorder="little"))
-    else:
-        bits = _unpack_bits(packed, 1)
-    return bits.to(dtype).mul_(-2).add_(1)
+        return torch.from_numpy(np.unpackbits(packed.numpy(), axis=-1, bitorder="little"))
+    return _unpack_bits(packed, 1)
 
 
 def _pack_bits(codes: Tensor, bits: int) -> Tensor:

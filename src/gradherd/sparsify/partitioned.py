@@ -18,8 +18,9 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Literal
+from functools import cached_property, lru_cache
+from itertools import pairwise
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ from gradherd.sparsify.exchange import gather_indices
 from gradherd.sparsify.kernels import indices_above, topk_indices
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY, EXDYNA_CAPACITY
 from gradherd.sparsify.partitions import Blocks, diffuse
-from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext, check_density
+from gradherd.sparsify.selector import Proposal, Selection, Selector, Step, check_density
 
 Balance = Literal["recut", "diffusive", "none"]
 
@@ -105,122 +106,68 @@ class Partitioned(Selector):
         """Start with partitions of equal size, one for each worker."""
         return PartitionState.first(self.rule(dim), workers)
 
-    def bounds(self, dim: int, state: PartitionState) -> list[int]:
-        """Return the R + 1 coordinates between which partitions lie."""
-        return self.rule(dim).blocks.bounds(state.cuts.tolist())
-
     def has_fixed_shapes(self, dim: int, k: int, workers: int) -> bool:
         """Return whether all lengths of steps with up to k coordinates are known beforehand."""
         return self.threshold == "consensus" and self.rule(dim).fits(k, workers)
 
-    def propose(self, acc: Tensor, k: int, state: PartitionState, context: StepContext) -> Proposal:
+    @property
+    def agrees_alone(self) -> bool:
+        """Whether workers agree from headers alone: by consensus."""
+        return self.threshold == "consensus"
+
+    def propose(self, step: Step) -> Proposal:
         """Search this worker's partition.
 
         By consensus, the header holds the number of candidates and the offers; online, it holds
         the number of selected coordinates.
         """
         # Nothing to choose. All workers have the same k and D, so all headers are empty.
-        if k >= len(acc):
-            return Proposal.without_header(acc)
-        plan = self._plan(len(acc), k, state, context)
-        first, end = plan.spans[context.rank]
-        part = acc[first:end]
-        candidates = _reaching(part, self._start(k, state))
-        count = torch.tensor([len(candidates)], dtype=torch.int32, device=acc.device)
+        if step.k >= step.dim:
+            return Proposal.without_header(step)
+        plan = self._plan(step)
+        first, end = plan.spans[step.rank]
+        part = step.acc[first:end]
+        candidates = _reaching(part, self._start(step))
+        count = torch.tensor([len(candidates)], dtype=torch.int32, device=part.device)
         if self.threshold == "consensus":
-            offers = largest(part, candidates, plan.offered[context.rank], plan.most)
-            return Proposal(
-                torch.cat([count, consensus.pack(*offers, plan.reach, context.compact)])
-            )
+            offers = largest(part, candidates, plan.offered[step.rank], plan.most)
+            return Proposal(torch.cat([count, consensus.pack(*offers, plan.reach, step.compact)]))
         if not len(candidates) and len(part):
             # As published: every worker selects at least one coordinate, whichever it is.
-            candidates = torch.tensor([context.step % len(part)], device=part.device)
+            candidates = torch.tensor([step.number % len(part)], device=part.device)
         return Proposal(torch.full_like(count, len(candidates)), first + candidates)
 
-    def agree(
-        self,
-        acc: Tensor,
-        k: int,
-        state: PartitionState,
-        context: StepContext,
-        proposal: Proposal,
-        headers: Tensor,
-    ) -> Script[Selection]:
+    def agree(self, step: Step, own: Any, headers: Tensor) -> Script[Selection]:
         """Agree on the selection, and move the borders."""
-        plan = self._plan(len(acc), k, state, context)
-        if k < len(acc) and self.threshold == "consensus":
-            indices, bits = consensus.unpack(headers[:, 1:], plan.most, plan.reach, context.compact)
-            indices += plan.firsts
-            return self._accept(indices, bits, headers[:, 0], plan, state, acc.device)
-        if k < len(acc):
-            counts, threshold = headers[:, 0], self._start(k, state)
-            gathered = gather_indices(proposal.local, counts.tolist(), plan.spans, context)
-            indices = yield from gathered
-            following = self._online.following(threshold, int(counts.sum()), k)
+        plan, state = self._plan(step), step.state
+        if step.k < step.dim and self.threshold == "consensus":
+            return self._accept(step, plan, headers)
+        if step.k < step.dim:
+            counts, threshold = headers[:, 0], self._start(step)
+            indices = yield from gather_indices(own, counts.tolist(), plan.spans, step)
+            following = self._online.following(threshold, int(counts.sum()), step.k)
             state = replace(state, start=torch.tensor([following, 1.0], dtype=torch.float64))
         else:
             # The start stays: a step of a warm-up from density 1 says nothing about a threshold.
             counts, threshold = torch.tensor(plan.lengths), 0.0
-            indices = torch.arange(len(acc), device=acc.device)
+            indices = step.everything()
         state = self._moved(plan, state, indices.cpu(), counts, counts.double())
         return Selection(indices, counts.tolist(), state, threshold)
 
-    def select_rows(
-        self, acc: Tensor, k: int, state: PartitionState, context: StepContext
-    ) -> tuple[Selection, int] | None:
-        """Do `propose` and `agree` for all workers of (R, D) `acc`, where D is above k.
-
-        Returns:
-            What they agree on, and the bytes of a header; None if they do more than that.
-        """
-        if self.threshold != "consensus":
-            return None
-        plan = self._plan(acc.shape[1], k, state, context)
-        # Partitions do not overlap: what all workers search is one vector, read once.
-        owners = sorted(range(len(acc)), key=lambda rank: plan.spans[rank])
-        searched = torch.cat([acc[rank, slice(*plan.spans[rank])] for rank in owners])
-        found = _reaching(searched, self._start(k, state))
-        borders = torch.tensor(plan.spans).to(found.device, non_blocking=True)
-        ranges = torch.searchsorted(found, borders).tolist()
-        offers = []
-        for (begin, end), span, count in zip(ranges, plan.spans, plan.offered, strict=True):
-            own = found[begin:end] - span[0]
-            offers.append(largest(searched[slice(*span)], own, count, plan.most))
-        indices = torch.stack([own for own, _ in offers])
-        bits = consensus.leading_bits(torch.stack([magnitudes for _, magnitudes in offers]))
-        # Both in one number: a single copy to the host.
-        joined = ((indices << 16) | bits).cpu()
-        candidates = torch.tensor([end - begin for begin, end in ranges], dtype=torch.int32)
-        selection = self._accept(
-            (joined >> 16) + plan.firsts,
-            (joined & 0xFFFF).int(),
-            candidates,
-            plan,
-            state,
-            acc.device,
-        )
-        length = consensus.message_length(plan.most, plan.reach, context.compact)
-        return selection, 4 * (1 + length)
-
-    def _accept(
-        self,
-        indices: Tensor,
-        bits: Tensor,
-        candidates: Tensor,
-        plan: "_PartitionPlan",
-        state: PartitionState,
-        device: torch.device,
-    ) -> Selection:
-        """Accept the largest of (R, M) offers on the CPU; the selection is for another device."""
+    def _accept(self, step: Step, plan: "_PartitionPlan", headers: Tensor) -> Selection:
+        """Accept the largest offers in the headers, on the CPU."""
+        candidates = headers[:, 0]
+        indices, bits = consensus.unpack(headers[:, 1:], plan.most, plan.reach, step.compact)
+        indices += plan.firsts
         offered = torch.tensor(plan.offered)
         if min(plan.offered) < plan.most:
             bits = torch.where(torch.arange(plan.most) < offered.unsqueeze(1), bits, -1)
-        accepted = consensus.accept_largest(indices, bits, plan.k)
-        state = consensus.with_next_start(state, accepted, candidates, exact=True)
-        if len(offered) > 1:
+        accepted = consensus.accept_largest(indices, bits, step.k)
+        state = consensus.with_next_start(step.state, accepted, candidates, exact=True)
+        if step.size > 1:
             loads = consensus.estimate_loads(accepted.counts, offered, candidates)
             state = self._moved(plan, state, accepted.indices, accepted.counts, loads)
-        chosen = accepted.indices.to(device, non_blocking=True)
+        chosen = accepted.indices.to(step.acc.device, non_blocking=True)
         return Selection(chosen, accepted.counts.tolist(), state, float(accepted.threshold))
 
     def _moved(
@@ -238,17 +185,14 @@ class Partitioned(Selector):
     def _online(self) -> Online:
         return self.threshold if isinstance(self.threshold, Online) else Online()
 
-    def _start(self, k: int, state: PartitionState) -> float:
+    def _start(self, step: Step) -> float:
         """Return where the search starts; 0 is nowhere yet."""
-        start = float(state.start[0])
-        return start if start > 0 or self.threshold == "consensus" else self._online.first(k)
+        start = float(step.state.start[0])
+        return start if start > 0 or self.threshold == "consensus" else self._online.first(step.k)
 
-    def _plan(
-        self, dim: int, k: int, state: PartitionState, context: StepContext
-    ) -> "_PartitionPlan":
-        rule, bounds = self.rule(dim), self.bounds(dim, state)
-        partitions = context.partitions if rule.rotate else range(context.size)
-        return _PartitionPlan(rule, k, [(bounds[part], bounds[part + 1]) for part in partitions])
+    def _plan(self, step: Step) -> "_PartitionPlan":
+        rule, cuts = self.rule(step.dim), tuple(step.state.cuts.tolist())
+        return _PartitionPlan.of(rule, step.k, cuts, step.number % step.size if rule.rotate else 0)
 
     def rescale(self, state: PartitionState, factor: float) -> PartitionState:
         """Multiply the start of the search by `factor`."""
@@ -264,7 +208,16 @@ class _PartitionPlan:
     spans: list[tuple[int, int]]
     """The coordinates [first, end) from which each worker selects."""
 
-    @property
+    @classmethod
+    @lru_cache(maxsize=8)  # It is asked for twice in a step, by each worker of a process.
+    def of(cls, rule: PartitionRule, k: int, cuts: tuple[int, ...], turn: int) -> "_PartitionPlan":
+        """Plan a step in which worker 0 has partition `turn`, worker 1 the next."""
+        # Partitions rotate, as in the papers: what is large on another worker only waits at most
+        # R - 1 steps for that worker to search its partition.
+        spans = list(pairwise(rule.blocks.bounds(cuts)))
+        return cls(rule, k, [*spans[turn:], *spans[:turn]])
+
+    @cached_property
     def lengths(self) -> list[int]:
         """Coordinates of each worker's partition."""
         return [end - first for first, end in self.spans]
@@ -274,17 +227,17 @@ class _PartitionPlan:
         """M. Offers that a short partition lacks are filled up, and left out by all workers."""
         return consensus.capacity(self.rule.capacity, self.k, self.lengths)
 
-    @property
+    @cached_property
     def offered(self) -> list[int]:
         """How many coordinates each worker offers."""
         return [min(self.most, length) for length in self.lengths]
 
-    @property
+    @cached_property
     def reach(self) -> int:
         """Length of the longest partition: headers must have the same length everywhere."""
         return max(self.lengths)
 
-    @property
+    @cached_property
     def firsts(self) -> Tensor:
         """(R, 1) where partitions begin, on the CPU."""
         return torch.tensor([[first] for first, _ in self.spans])

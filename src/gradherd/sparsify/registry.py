@@ -1,8 +1,8 @@
 """All sparsifiers by name, and what the command line and reports need to know about them.
 
 To add a sparsifier: one file here, one test, its rows in docs/few_bytes.md, one line in
-`SPARSIFIERS`. Everything else (help texts, error messages, colours of charts, the contract
-tests) reads this registry. It imports no torch: an entry is imported when it is looked up.
+`SPARSIFIERS`. Everything else (help texts, error messages, the contract tests) reads this registry.
+It imports no torch: an entry is imported when it is looked up.
 """
 
 from collections.abc import Callable
@@ -17,36 +17,17 @@ if TYPE_CHECKING:
 SPARSIFIERS: "LazyRegistry[Callable[..., Selector]]" = LazyRegistry(
     "sparsifier",
     {
-        # Charts colour methods by their position here, so a new method goes at the end.
         "dense": "gradherd.sparsify.basics:Dense",
         "exdyna": "gradherd.sparsify.partitioned:ExDyna",
         "micro": "gradherd.sparsify.partitioned:Micro",
         "topk": "gradherd.sparsify.basics:TopK",
-        "cltk": "gradherd.sparsify.basics:CLTK",
-        "threshold": "gradherd.sparsify.basics:Threshold",
-        "randomk": "gradherd.sparsify.basics:RandomK",
-        "demo": "gradherd.sparsify.demo:DeMo",
     },
     moved=dict.fromkeys(
-        ("deft", "gtopk", "sage", "sidco"),
+        ("cltk", "deft", "threshold", "sidco", "gtopk", "randomk", "sage", "demo"),
         "in studies/methods of gradherd's repository, as a method of one's own",
     ),
 )
 """Sparsifiers by name; each is a frozen dataclass that can be built without arguments."""
-
-
-def sparsifier_names() -> tuple[str, ...]:
-    """Return the names of all sparsifiers, the dense baseline first."""
-    return tuple(SPARSIFIERS)
-
-
-def sparsifier_summary(name: str) -> str:
-    """Return what a sparsifier does in one line: the first line of its docstring.
-
-    >>> sparsifier_summary("dense")
-    'Send all coordinates.'
-    """
-    return (SPARSIFIERS.find(name).__doc__ or "").strip().partition("\n")[0]
 
 
 def takes_density(name: str) -> bool:
@@ -61,8 +42,8 @@ def takes_density(name: str) -> bool:
 def setting_names(name: str) -> tuple[str, ...]:
     """Return the names of a sparsifier's own settings, besides its density.
 
-    >>> setting_names("cltk"), setting_names("topk")
-    (('low_pass',), ())
+    >>> setting_names("micro"), setting_names("topk")
+    (('threshold', 'capacity'), ())
     """
     method: Any = SPARSIFIERS.find(name)
     return tuple(field.name for field in fields(method) if field.name != "density")

@@ -12,38 +12,42 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.sparsify.message_sizes import IndexBits
 
 
 @dataclass(frozen=True)
 class StepContext:
-    """Which worker of how many this is, and which step.
+    """Which worker of how many this is, and which step."""
 
-    >>> StepContext(step=1, rank=0, size=3).partitions
-    [1, 2, 0]
-    """
-
-    step: int
-    """From 0; skipped steps do not count."""
+    number: int
+    """Of the step, from 0; skipped steps do not count."""
     rank: int
     """This worker, from 0."""
     size: int
     """R."""
     compact: bool = False
-    """Whether indices may take 12 bits: where values take few bits, indices are what is left to
-    save. Otherwise they take 16 or 32, whose bytes `gradherd advise` predicts."""
+    """Whether values take few bits, and so may indices (`message_sizes.index_formats`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step(StepContext):
+    """A step, as a method sees it."""
+
+    acc: Tensor
+    """(D,) residual + gradient of this worker. A method must not change it: if the step is called
+    off, nothing has happened."""
+    k: int
+    """Number of coordinates to send, at least one."""
+    state: Any
+    """The method's state."""
 
     @property
-    def index_bits(self) -> tuple[IndexBits, ...]:
-        """The formats of indices (`packing`); of those with equally many bytes, the first."""
-        return (32, 16, 12) if self.compact else (32, 16)
+    def dim(self) -> int:
+        """D."""
+        return len(self.acc)
 
-    @property
-    def partitions(self) -> list[int]:
-        """The partition of each worker; every worker has each partition once in R steps."""
-        # The rotation of the ExDyna and MiCRO papers. What is large on another worker only waits at
-        # most R - 1 steps for that worker to search its partition.
-        return [(self.step + rank) % self.size for rank in range(self.size)]
+    def everything(self) -> Tensor:
+        """Return (D,) all coordinates."""
+        return torch.arange(self.dim, device=self.acc.device)
 
 
 @dataclass(frozen=True)
@@ -52,13 +56,13 @@ class Proposal:
 
     header: Tensor
     """(H,) int32 that is all-gathered; H must be the same on all workers."""
-    local: Any = None
+    own: Any = None
     """Data that this worker needs again in `agree`; it is not sent."""
 
     @classmethod
-    def without_header(cls, acc: Tensor, local: Any = None) -> "Proposal":
+    def without_header(cls, step: Step, own: Any = None) -> "Proposal":
         """Return a proposal of which the others need to know nothing."""
-        return cls(torch.zeros(0, dtype=torch.int32, device=acc.device), local)
+        return cls(torch.zeros(0, dtype=torch.int32, device=step.acc.device), own)
 
 
 @dataclass(frozen=True)
@@ -94,11 +98,6 @@ class Selector(ABC):
     called off by dropping that state. Everything that determines what is communicated must be the
     same on all workers, otherwise they would wait for each other forever. To add a method, write
     it in a file of its own and add one line to `gradherd.sparsify.registry.SPARSIFIERS`.
-
-    A method whose state and selection are the same on all workers may also have
-    `select_rows(acc, k, state, context)`, which does `propose` and `agree` of R simulated workers
-    on (R, D) `acc` for 0 < k < D, and agrees once for all of them. It returns the selection and
-    the bytes of a header, or None.
     """
 
     density: float
@@ -112,6 +111,11 @@ class Selector(ABC):
     transforms: ClassVar[bool] = False
     """Whether it selects in another basis, and returns sums of all coordinates."""
 
+    @property
+    def agrees_alone(self) -> bool:
+        """Whether `agree` sends nothing and reads headers alone: simulated workers call it once."""
+        return False
+
     def begin(self, dim: int, workers: int, layers: Sequence[int]) -> Any:
         """Return the state before the first step; None is no state.
 
@@ -122,39 +126,19 @@ class Selector(ABC):
         """
         return None
 
-    def propose(self, acc: Tensor, k: int, state: Any, context: StepContext) -> Proposal:
-        """Compute what needs no communication; nothing, unless a method says otherwise.
-
-        It must not change `acc`: if the step is called off, nothing has happened.
-
-        Args:
-            acc: (D,) residual + gradient of this worker.
-            k: Number of coordinates to send, at least one.
-            state: The method's state.
-            context: Which worker this is, and in which step.
-        """
-        return Proposal.without_header(acc)
+    def propose(self, step: Step) -> Proposal:
+        """Compute what needs no communication; nothing, unless a method says otherwise."""
+        return Proposal.without_header(step)
 
     @abstractmethod
-    def agree(
-        self,
-        acc: Tensor,
-        k: int,
-        state: Any,
-        context: StepContext,
-        proposal: Proposal,
-        headers: Tensor,
-    ) -> Script[Selection]:
+    def agree(self, step: Step, own: Any, headers: Tensor) -> Script[Selection]:
         """Agree with the other workers on what is sent.
 
         A script (`gradherd.comm.script`): yields collectives, returns the selection.
 
         Args:
-            acc: (D,) as in `propose`.
-            k: As in `propose`.
-            state: As in `propose`.
-            context: As in `propose`.
-            proposal: What `propose` returned on this worker.
+            step: As in `propose`.
+            own: `Proposal.own` of this worker.
             headers: (R, H) int32 headers of all workers, on the CPU.
         """
 

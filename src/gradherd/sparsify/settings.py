@@ -27,9 +27,9 @@ class Sparsify:
     """What selects coordinates; a name from SPARSIFIERS is that method with its defaults."""
     values: ValueFormat = "fp32"
     """How values are sent: as the residuals are (fp32, or fp64 for a model of doubles), as bf16, or
-    in 8, 4 or 2 bits (int8, int4, int2) with levels for every 256 of them. Small parameters are
-    then sent as bf16, and indices take 12 bits where that is smallest. The rounding error stays in
-    the residual."""
+    in 4, 2 or 1 bits (int4, int2, int1) with levels for every 256 of them. Small parameters are
+    then sent as bf16, and indices take 12 or 8 bits or are a bitmap, where that is smallest. The
+    rounding error stays in the residual."""
     dense_below: int = 256
     """Parameters with fewer elements than this are always sent whole."""
     momentum: float = 0.0

@@ -54,10 +54,10 @@ def _mark(values, inside, threshold_bits, words, PART: tl.constexpr):
 
 
 @triton.jit
-def _add_tile(
+def _tile(
     residual, grad, out, factor, bad, threshold_bits, words, tile_counts, tile, size,
-    CLEAR: tl.constexpr, CHECK: tl.constexpr, MARK: tl.constexpr, MASKED: tl.constexpr,
-    TILE: tl.constexpr, PART: tl.constexpr,
+    ADD: tl.constexpr, CLEAR: tl.constexpr, CHECK: tl.constexpr, MARK: tl.constexpr,
+    MASKED: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     # Pointers to a part and 32-bit offsets in it: offsets of 64 bits would take registers.
     lanes = _lanes(PART)
@@ -67,12 +67,15 @@ def _add_tile(
         inside = lanes < size - begin
         if MASKED:
             total = tl.load(residual + begin + lanes, mask=inside, other=0)
-            total += factor * tl.load(grad + begin + lanes, mask=inside, other=0).to(tl.float32)
-            tl.store(out + begin + lanes, total, mask=inside)
         else:
             total = tl.load(residual + begin + lanes)
-            total += factor * tl.load(grad + begin + lanes).to(tl.float32)
-            tl.store(out + begin + lanes, total)
+        if ADD:
+            if MASKED:
+                total += factor * tl.load(grad + begin + lanes, mask=inside, other=0).to(tl.float32)
+                tl.store(out + begin + lanes, total, mask=inside)
+            else:
+                total += factor * tl.load(grad + begin + lanes).to(tl.float32)
+                tl.store(out + begin + lanes, total)
         if CLEAR:
             nothing = tl.zeros_like(total).to(grad.dtype.element_ty)
             if MASKED:
@@ -94,10 +97,11 @@ def _add_tile(
 
 # Sizes are not specialised: Triton would compile again for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["tiles", "size"])
-def _add_kernel(
-    residual, grad, out, scale, bad, threshold, words, tile_counts, tiles, size,
-    CLEAR: tl.constexpr, CHECK: tl.constexpr, MARK: tl.constexpr,
-    SCALE_ON_DEVICE: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
+def _pass_kernel(
+    residual, grad, out, scale, bad, threshold, words, tile_counts, condition, tiles, size,
+    ADD: tl.constexpr, CLEAR: tl.constexpr, CHECK: tl.constexpr, MARK: tl.constexpr,
+    SCALE_ON_DEVICE: tl.constexpr, PREDICATED: tl.constexpr,
+    TILE: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     factor = scale
     if SCALE_ON_DEVICE:
@@ -105,59 +109,35 @@ def _add_kernel(
     threshold_bits = 0
     if MARK:
         threshold_bits = tl.load(threshold).to(tl.int32, bitcast=True)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+    end = tiles
+    if PREDICATED:  # An empty loop where there is nothing to do.
+        end = tiles * (tl.load(condition).to(tl.int32) != 0).to(tl.int32)
+    for tile in range(tl.program_id(0), end, tl.num_programs(0)):
         # Full tiles need no mask, which keeps loads wide; the last may.
         if (tile + 1) * TILE <= size:
-            _add_tile(
+            _tile(
                 residual, grad, out, factor, bad, threshold_bits, words, tile_counts, tile, size,
-                CLEAR, CHECK, MARK, False, TILE, PART,
+                ADD, CLEAR, CHECK, MARK, False, TILE, PART,
             )  # fmt: skip
         else:
-            _add_tile(
+            _tile(
                 residual, grad, out, factor, bad, threshold_bits, words, tile_counts, tile, size,
-                CLEAR, CHECK, MARK, True, TILE, PART,
+                ADD, CLEAR, CHECK, MARK, True, TILE, PART,
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first", "tiles", "size"])
-def _mark_kernel(
-    values, threshold, condition, words, tile_counts, first, tiles, size,
-    PREDICATED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr, PART: tl.constexpr,
-):  # fmt: skip
-    threshold_bits = tl.load(threshold).to(tl.int32, bitcast=True)
-    end = first + tiles
-    if PREDICATED:  # An empty loop where there is nothing to do.
-        end = first + tiles * (tl.load(condition).to(tl.int32) != 0).to(tl.int32)
-    lanes = _lanes(PART)
-    for tile in range(first + tl.program_id(0), end, tl.num_programs(0)):
-        tally = 0
-        for part in range(TILE // PART):
-            begin = tl.full((), TILE, tl.int64) * tile + part * PART
-            inside = lanes < size - begin
-            if MASKED:
-                loaded = tl.load(values + begin + lanes, mask=inside, other=0)
-            else:
-                loaded = tl.load(values + begin + lanes)
-            to = words + begin // _WORD
-            tally += _mark(loaded.to(tl.float32), inside, threshold_bits, to, PART)
-        tl.store(tile_counts + tile, tally & 0xFFFF)
-
-
 @triton.jit(do_not_specialize=["blocks", "size"])
-def _copy_unless_kernel(ok, source, target, blocks, size, BLOCK: tl.constexpr):
+def _overwrite_unless_kernel(
+    ok, target, source, blocks, size, FILL: tl.constexpr, BLOCK: tl.constexpr
+):
     todo = blocks * (tl.load(ok).to(tl.int32) == 0).to(tl.int32)
     for block in range(tl.program_id(0), todo, tl.num_programs(0)):
         at = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
-        tl.store(target + at, tl.load(source + at, mask=at < size), mask=at < size)
-
-
-@triton.jit(do_not_specialize=["blocks", "size"])
-def _fill_unless_kernel(ok, target, value, blocks, size, BLOCK: tl.constexpr):
-    todo = blocks * (tl.load(ok).to(tl.int32) == 0).to(tl.int32)
-    for block in range(tl.program_id(0), todo, tl.num_programs(0)):
-        at = block * BLOCK + tl.arange(0, BLOCK).to(tl.int64)
-        filled = tl.full((BLOCK,), 1, tl.float32) * value
-        tl.store(target + at, filled.to(target.dtype.element_ty), mask=at < size)
+        if FILL:
+            values = tl.full((BLOCK,), 1, tl.float32) * source
+        else:
+            values = tl.load(source + at, mask=at < size)
+        tl.store(target + at, values.to(target.dtype.element_ty), mask=at < size)
 
 
 @triton.jit
@@ -205,10 +185,14 @@ def _few_programs(device: torch.device) -> int:
     return max(2, _programs(device) // 16)
 
 
-def _spans(size: int) -> list[tuple[int, int, bool]]:
-    """Return (first tile, tiles, masked). Full tiles need no mask, which keeps loads wide."""
-    whole, rest = divmod(size, TILE)
-    return [(0, whole, False)] * (whole > 0) + [(whole, 1, True)] * (rest > 0)
+def _launch_pass(most: int, residual: Tensor, *args: object, **flags: bool) -> None:
+    """Launch `_pass_kernel` with at most so many programs."""
+    tiles = triton.cdiv(len(residual), TILE)
+    if tiles:
+        launch(
+            _pass_kernel, (min(tiles, most),), residual, *args, tiles, len(residual),
+            TILE=TILE, PART=min(_PART, TILE), num_warps=_WARPS, **flags,
+        )  # fmt: skip
 
 
 def add(
@@ -236,28 +220,22 @@ def add(
     """
     # Arguments that are None belong to branches that are not compiled.
     words, tile_counts = marks or (None, None)
-    size = len(residual)
-    tiles = triton.cdiv(size, TILE)
-    if tiles:
-        launch(
-            _add_kernel, (min(tiles, _programs(residual.device)),),
-            residual, grad, out, scale, bad, threshold, words, tile_counts, tiles, size,
-            CLEAR=clear, CHECK=bad is not None, MARK=marks is not None,
-            SCALE_ON_DEVICE=isinstance(scale, Tensor), TILE=TILE, PART=min(_PART, TILE),
-            num_warps=_WARPS,
-        )  # fmt: skip
+    _launch_pass(
+        _programs(residual.device),
+        residual, grad, out, scale, bad, threshold, words, tile_counts, None,
+        ADD=True, CLEAR=clear, CHECK=bad is not None, MARK=marks is not None,
+        SCALE_ON_DEVICE=isinstance(scale, Tensor), PREDICATED=False,
+    )  # fmt: skip
 
 
 def mark(values: Tensor, threshold: Tensor, marks: Marks, condition: Tensor | None = None) -> None:
     """Mark where |values| >= threshold; with a () bool `condition`, only if it is true."""
-    most = 2 * _programs(values.device) if condition is None else _few_programs(values.device)
-    for first, tiles, masked in _spans(len(values)):
-        launch(
-            _mark_kernel, (min(tiles, most),),
-            values, threshold, condition, *marks, first, tiles, len(values),
-            PREDICATED=condition is not None, MASKED=masked, TILE=TILE, PART=min(_PART, TILE),
-            num_warps=_WARPS,
-        )  # fmt: skip
+    _launch_pass(
+        2 * _programs(values.device) if condition is None else _few_programs(values.device),
+        values, None, None, None, None, threshold, *marks, condition,
+        ADD=False, CLEAR=False, CHECK=False, MARK=True,
+        SCALE_ON_DEVICE=False, PREDICATED=condition is not None,
+    )  # fmt: skip
 
 
 def compact(values: Tensor, marks: Marks, capacity: int) -> tuple[Tensor, Tensor]:
@@ -299,23 +277,14 @@ def _compact(marks: Marks, ends: Tensor, capacity: int) -> Tensor:
     return indices
 
 
-def copy_unless(ok: Tensor, source: Tensor, target: Tensor) -> None:
-    """Copy (D,) `source` to `target` unless the () bool `ok` is true."""
-    blocks = triton.cdiv(len(source), _BLOCK)
-    if blocks:
-        launch(
-            _copy_unless_kernel, (min(blocks, _few_programs(source.device)),),
-            ok, source, target, blocks, len(source), BLOCK=_BLOCK,
-        )  # fmt: skip
-
-
-def fill_unless(ok: Tensor, target: Tensor, value: float) -> None:
-    """Fill (D,) `target` unless the () bool `ok` is true."""
+def overwrite_unless(ok: Tensor, target: Tensor, source: Tensor | float) -> None:
+    """Overwrite (D,) `target` by a vector or a number unless the () bool `ok` is true."""
     blocks = triton.cdiv(len(target), _BLOCK)
     if blocks:
         launch(
-            _fill_unless_kernel, (min(blocks, _few_programs(target.device)),),
-            ok, target, value, blocks, len(target), BLOCK=_BLOCK,
+            _overwrite_unless_kernel, (min(blocks, _few_programs(target.device)),),
+            ok, target, source, blocks, len(target),
+            FILL=not isinstance(source, Tensor), BLOCK=_BLOCK,
         )  # fmt: skip
 
 

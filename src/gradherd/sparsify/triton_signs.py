@@ -97,14 +97,28 @@ def _decode(messages, out, size, length, row_bytes, GROUPS: tl.constexpr):
 
 
 def encode_signs(values: Tensor, length: int, message: Tensor, left: Tensor) -> None:
-    """See `kernels.encode_signs`."""
+    """Round values to one bit, as `packing.encode_values` does with each slice.
+
+    Args:
+        values: (n,) float32, of which every slice has `length`; the last may be shorter.
+        length: Of a slice.
+        message: (R, bytes) uint8 receives the levels and signs of each slice.
+        left: (n,) receives what rounding takes; may be `values`.
+    """
     grid = (_programs(length), len(message))
     sizes = (len(values), length, message.shape[1])
     launch(_encode, grid, values, message, left, *sizes, GROUPS=_GROUPS, num_warps=_WARPS)
 
 
 def encode_sign_sums(received: Tensor, real: int, message: Tensor, lost: Tensor) -> None:
-    """See `kernels.encode_sign_sums`."""
+    """Add up slices in one bit, in the order of their rows, and round the sum to one bit.
+
+    Args:
+        received: (R, bytes) uint8 of each worker's slice.
+        real: Values of the slice; zeros follow.
+        message: (bytes,) uint8 receives the sum.
+        lost: (length,) float32 is added to the sum; receives what rounding takes.
+    """
     sizes = (real, len(lost), received.stride(0), len(received))
     launch(
         _encode_sum, (_programs(len(lost)),), received, message, lost, *sizes,
@@ -113,7 +127,7 @@ def encode_sign_sums(received: Tensor, real: int, message: Tensor, lost: Tensor)
 
 
 def decode_signs(messages: Tensor, length: int, out: Tensor) -> None:
-    """See `kernels.decode_signs`."""
+    """Write what (R, bytes) messages of `length` values each hold to (n,) `out`."""
     grid = (_programs(length), len(messages))
     sizes = (len(out), length, messages.stride(0))
     launch(_decode, grid, messages, out, *sizes, GROUPS=_GROUPS, num_warps=_WARPS)

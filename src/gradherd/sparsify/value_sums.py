@@ -5,14 +5,14 @@ Letters: D coordinates, R workers, K values.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from gradherd.comm.script import AllGather, AllToAll, Script, run_together
-from gradherd.sparsify import kernels
+from gradherd.gpu import has_triton
 from gradherd.sparsify.message_sizes import (
     ONE_ROUND_BYTES,
     ONE_ROUND_SHARE,
@@ -241,24 +241,32 @@ class _SignSlices(_Slices):
 
     def encode(self, values: Tensor, left: Tensor) -> Tensor:
         message = values.new_empty((self._size, self.bytes), dtype=torch.uint8)
-        kernels.encode_signs(values, self._codec.few, message, left)
+        _sign_kernels().encode_signs(values, self._codec.few, message, left)
         return message
 
     def encode_sum(self, received: Tensor, lost: Tensor) -> Tensor:
         message = received.new_empty(self.bytes)
-        kernels.encode_sign_sums(received, self._real, message, lost)
+        _sign_kernels().encode_sign_sums(received, self._real, message, lost)
         return message
 
     def decode(self, messages: Tensor, out: Tensor) -> None:
-        kernels.decode_signs(messages, self._codec.few, out)
+        _sign_kernels().decode_signs(messages, self._codec.few, out)
+
+
+def _sign_kernels() -> Any:
+    # Imported late: it takes a second, and machines without Triton cannot.
+    from gradherd.sparsify import triton_signs
+
+    return triton_signs
 
 
 def _slices_of(codec: ValueCodec, context: StepContext, device: torch.device) -> list[_Slices]:
     slices: list[_Slices] = []
     begin = at = 0
     for kind in codec.kinds():
-        fused = kind.bits == 1 and kind.dtype == torch.float32 and kernels.has_sign_kernels(device)
-        slices.append((_SignSlices if fused else _Slices)(kind, context, begin, at))
+        fused = kind.bits == 1 and kind.dtype == torch.float32 and device.type == "cuda"
+        made = _SignSlices if fused and has_triton() else _Slices
+        slices.append(made(kind, context, begin, at))
         begin, at = slices[-1].span.stop, slices[-1].at.stop
     return slices
 

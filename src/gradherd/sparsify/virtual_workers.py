@@ -2,7 +2,7 @@
 
 Two ways lead to the same result. Either every worker runs its own script, in lockstep, or the
 workers are the rows of one tensor: sums, values and residuals of all of them take one launch each,
-and what all workers compute alike is computed once if the method says so (`select_rows`).
+and what all workers would agree on alike is agreed on once (`Selector.agrees_alone`).
 
 Letters: D coordinates, of which the first S are sparsified; R workers, K coordinates that are sent.
 """
@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradherd.comm.collectives import nbytes
 from gradherd.comm.script import run_together
-from gradherd.sparsify.exchange import Outcome, select
+from gradherd.sparsify.exchange import Outcome, agreed, select
 from gradherd.sparsify.message_sizes import FLAG_BYTES, MAX_COORDINATES
-from gradherd.sparsify.selector import Selection, target_count
+from gradherd.sparsify.selector import Selection
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.value_sums import sum_rows
 from gradherd.sparsify.worker import (
@@ -150,7 +151,7 @@ class VirtualWorkers:
         self.payload = None
         chosen = self._select(together.acc) if together.finite() else None
         if chosen is not None:
-            selection, states, agreed = chosen
+            selection, states, headers = chosen
             indices, values = None, together.acc
             if selection.indices is not None:
                 indices = torch.cat([selection.indices, self._always])
@@ -181,7 +182,7 @@ class VirtualWorkers:
         ):
             worker.feedback, worker.state, worker.owner_error = row, state, own
             worker.counters[0] += 1
-        return outcome, [both[0] + both[1] for both in zip(agreed, sent, strict=True)]
+        return outcome, [both[0] + both[1] for both in zip(headers, sent, strict=True)]
 
     def _select(self, acc: Tensor) -> tuple[Selection, list[Any], list[int]]:
         """Select coordinates of (R, D) `acc`, which is finite.
@@ -189,21 +190,17 @@ class VirtualWorkers:
         Returns:
             What worker 0 selected, the state of each worker, and the bytes that each sent.
         """
-        first, part, size = self.workers[0], acc[:, : self._sparse], len(self.workers)
-        method: Any = first.settings.method
-        k = target_count(first.settings.density(first.step), self._sparse)
-        # Asked of the class: a wrapper that passes attributes on may want to see `propose`.
-        if 0 < k < self._sparse and hasattr(type(method), "select_rows"):
-            agreed = method.select_rows(part, k, first.state, first.context)
-            if agreed is not None:
-                selection, header = agreed
-                sent = (FLAG_BYTES + header) * (size - 1)
-                return selection, [selection.state] * size, [sent] * size
-        scripts = [
-            select(own, True, method, k, worker.state, worker.context)
-            for own, worker in zip(part, self.workers, strict=True)
-        ]
-        results = run_together(scripts)
+        method: Any = self.workers[0].settings.method
+        parts = zip(acc[:, : self._sparse], self.workers, strict=True)
+        steps = [worker.next_step(own) for own, worker in parts]
+        # A method of one's own need not inherit from `Selector`.
+        if self._sparse and getattr(method, "agrees_alone", False):
+            proposals = [method.propose(step) for step in steps]
+            headers = torch.stack([one.header for one in proposals]).cpu()
+            (result,) = run_together([agreed(steps[0], proposals[0], headers, method)])
+            sent = (FLAG_BYTES + nbytes(headers[0])) * (len(steps) - 1)
+            return result.value, [result.value.state] * len(steps), [sent] * len(steps)
+        results = run_together([select(step, True, method) for step in steps])
         states = [result.value.state for result in results]
         return results[0].value, states, [result.bytes for result in results]
 

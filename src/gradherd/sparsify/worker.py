@@ -26,7 +26,7 @@ from gradherd.sparsify import kernels
 from gradherd.sparsify.exchange import Outcome, select
 from gradherd.sparsify.marks import TILE
 from gradherd.sparsify.message_sizes import MAX_COORDINATES, VALUE_BITS
-from gradherd.sparsify.selector import Selection, StepContext, target_count
+from gradherd.sparsify.selector import Selection, Step, StepContext, target_count
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.value_sums import no_owner_error, owned_spans, sum_values
 
@@ -197,14 +197,15 @@ class Placement:
     """Where coordinates lie in storage, and which bucket positions belong to.
 
     Args:
-        buckets: For each bucket, (first coordinate, elements) of its parameters in their order.
+        buckets: For each bucket, (first coordinate, elements) of its parameters in their order; a
+            parameter that is not exchanged has no first coordinate.
         sparse: S.
         device: Device of the tables.
     """
 
     def __init__(
         self,
-        buckets: Sequence[Sequence[tuple[int, int]]],
+        buckets: Sequence[Sequence[tuple[int | None, int]]],
         sparse: int,
         device: torch.device,
     ) -> None:
@@ -218,7 +219,7 @@ class Placement:
             at = position
             for begin, count in bucket:
                 # An empty parameter begins where the next one does, so it has no piece.
-                if count:
+                if begin is not None and count:
                     self.pieces.append(Piece(begin, at, count))
                 at += count
             # Whole tiles: a kernel marks candidates tile by tile.
@@ -227,9 +228,9 @@ class Placement:
         """N."""
         by_begin = sorted(self.pieces)
         self._positions = {piece.begin: piece.position for piece in self.pieces}
-        self._by_begin = torch.tensor(by_begin, device=device).T.contiguous()
+        self._by_begin = torch.tensor(by_begin, device=device).view(-1, 3).T.contiguous()
         # As they come: buckets follow each other, and parameters in them.
-        self._by_position = torch.tensor(self.pieces, device=device).T.contiguous()
+        self._by_position = torch.tensor(self.pieces, device=device).view(-1, 3).T.contiguous()
         self._bucket_begins = torch.tensor(self.begins, device=device)
         always = [piece for piece in by_begin if piece.begin >= sparse]
         ranges = [torch.arange(p.position, p.position + p.elements) for p in always]
@@ -254,10 +255,18 @@ class Placement:
         inside = positions < (starts + counts)[row]
         return torch.where(inside, positions + (begins - starts)[row], -1)
 
-    def in_buckets(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the bucket of each position, and the offset in it."""
-        number = torch.searchsorted(self._bucket_begins, positions, right=True) - 1
-        return number, positions - self._bucket_begins[number]
+    def write(self, flats: Sequence[Tensor], positions: Tensor, values: Tensor) -> Tensor:
+        """Write (K,) values to their (K,) positions in buckets that are zero.
+
+        Returns:
+            (K,) the values as the dtypes of the buckets hold them.
+        """
+        buckets = torch.searchsorted(self._bucket_begins, positions, right=True) - 1
+        offsets = positions - self._bucket_begins[buckets]
+        written = torch.zeros_like(values)
+        for number, flat in enumerate(flats):
+            kernels.scatter_to_bucket(flat, buckets, number, offsets, values, written)
+        return written
 
 
 # --- A worker ---------------------------------------------------------------------------------
@@ -382,8 +391,15 @@ class Worker:
     @property
     def context(self) -> StepContext:
         """Which worker and step this is."""
-        compact = self.settings.values in VALUE_BITS
+        # A worker alone sends nothing: no need to round magnitudes.
+        compact = self.settings.values in VALUE_BITS and self.size > 1
         return StepContext(self.step, self.rank, self.size, compact=compact)
+
+    def next_step(self, acc: Tensor) -> Step:
+        """Return the step that comes next, as the method sees it: with (S,) `acc`."""
+        # Of S, not of D: what is always sent does not use up the density.
+        k = target_count(self.settings.density(self.step), self.sparse)
+        return Step(**vars(self.context), acc=acc, k=k, state=self.state)
 
     def script(self) -> Script[Outcome | None]:
         """Average the selected coordinates over workers.
@@ -393,10 +409,8 @@ class Worker:
         """
         settings, context, sparse = self.settings, self.context, self.sparse
         acc, form = self.feedback.acc, settings.values
-        # Of S, not of D: what is always sent does not use up the density.
-        k = target_count(settings.density(context.step), sparse)
-        finite = self.feedback.finite()
-        selection = yield from select(acc[:sparse], finite, settings.method, k, self.state, context)
+        step, finite = self.next_step(acc[:sparse]), self.feedback.finite()
+        selection = yield from select(step, finite, settings.method)
         if selection is None:
             return None
         # Small parameters are sent together with the selected values, in the same rounds.

@@ -206,6 +206,8 @@ class RunConfig(Hyperparameters):
         if odd := sorted({"clip", "momentum", "warmup_steps", "warmup_from"} & settings.keys()):
             raise ValueError(f"method has {odd[0]}, which local steps do not have")
         _check_json(own)
+        if self.density is not None:  # as all records of local steps with a sparsifier were made
+            own = {"values": "fp32", "decay": 0.95, **own}
         method = make_settings(self.sparsify, self.density, **settings).method
         try:
             return LocalSteps(every=self.local_steps, method=method, **own)  # type: ignore[arg-type]

@@ -3,9 +3,8 @@ import pytest
 import torch
 
 from gradherd.lab.ranks import run_ranks
-from gradherd.sparsify import basics
-from gradherd.sparsify.basics import CLTK
-from gradherd.sparsify.selector import StepContext
+from studies.methods import cltk
+from studies.methods.cltk import CLTK
 from tests.sparsify import one_step
 from tests.sparsify.reference_error_feedback import (
     actual,
@@ -58,10 +57,10 @@ def test_only_the_leader_searches(monkeypatch):
         searched.append(values)
         return torch.arange(k)
 
-    monkeypatch.setattr(basics, "topk_indices", counted)
+    monkeypatch.setattr(cltk, "topk_indices", counted)
     accs = torch.from_numpy(gradients(4, 31)[0])
     for rank in range(4):
-        CLTK(0.1).propose(accs[rank], 3, None, StepContext(step=6, rank=rank, size=4))
+        one_step.propose(CLTK(0.1), accs[rank], 3, None, number=6, rank=rank, size=4)
     assert len(searched) == 1 and torch.equal(searched[0], accs[2])
 
 

@@ -13,6 +13,7 @@ k coefficients that a worker sends.
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,7 @@ from torch import Tensor
 from gradherd.comm.script import AllGather, Script
 from gradherd.sparsify.exchange import gather_indices
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
-from gradherd.sparsify.selector import Proposal, Selection, Selector, StepContext, check_density
+from gradherd.sparsify.selector import Proposal, Selection, Selector, Step, check_density
 
 
 @dataclass(frozen=True)
@@ -48,44 +49,36 @@ class DeMo(Selector):
         if not 0 <= self.decay <= 1:
             raise ValueError(f"decay must be in [0, 1], got {self.decay}")
 
-    def propose(self, acc: Tensor, k: int, state: None, context: StepContext) -> Proposal:
+    def propose(self, step: Step) -> Proposal:
         """Select the largest coefficients of each chunk; every worker selects k, so no header."""
-        if k >= len(acc):
-            return Proposal.without_header(acc)
-        coefficients = transform(acc, self._side(acc))
-        own = largest_of_chunks(coefficients, k, context.step)
-        return Proposal.without_header(acc, (own, coefficients.flatten()[own]))
+        if step.k >= step.dim:
+            return Proposal.without_header(step)
+        coefficients = transform(step.acc, self._side(step.acc))
+        own = largest_of_chunks(coefficients, step.k, step.number)
+        return Proposal.without_header(step, (own, coefficients.flatten()[own]))
 
-    def agree(
-        self,
-        acc: Tensor,
-        k: int,
-        state: None,
-        context: StepContext,
-        proposal: Proposal,
-        headers: Tensor,
-    ) -> Script[Selection]:
+    def agree(self, step: Step, own: Any, headers: Tensor) -> Script[Selection]:
         """Gather everybody's coefficients, and return their sum in coordinates."""
-        everywhere, counts = torch.arange(len(acc), device=acc.device), [k] * context.size
-        if k >= len(acc):
+        acc, counts = step.acc, [step.k] * step.size
+        if step.k >= step.dim:
             # All coefficients are all coordinates: the ordinary exchange sums them without rounding
             # twice.
-            return Selection(everywhere, counts, None)
-        own, values = proposal.local
+            return Selection(step.everything(), counts, None)
+        chosen, values = own
         side = self._side(acc)
         length = -(-len(acc) // side**2) * side**2
-        spans = [(0, length)] * context.size
-        indices = yield from gather_indices(own, counts, spans, context)
+        spans = [(0, length)] * step.size
+        indices = yield from gather_indices(chosen, counts, spans, step)
         gathered: Tensor = yield AllGather(values)
         total, part = acc.new_zeros(length), acc.new_zeros(length)
         # Worker after worker: each has an index once, so sums have one order and the same bits on
         # every worker, on a GPU as well.
-        for theirs, sent in zip(indices.view(context.size, -1), gathered, strict=True):
+        for theirs, sent in zip(indices.view(step.size, -1), gathered, strict=True):
             total.index_add_(0, theirs, sent)
-        part[own] = values
+        part[chosen] = values
         kept = acc - inverse(part, side)[: len(acc)]
         return Selection(
-            everywhere,
+            step.everything(),
             counts,
             None,
             sums=inverse(total, side)[: len(acc)],

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from gradherd.sparsify.basics import Dense, Threshold, ThresholdState
-from gradherd.sparsify.selector import StepContext
+from gradherd.sparsify.basics import Dense
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
+from studies.methods.thresholds import Threshold, ThresholdState
+from tests.sparsify.one_step import propose
 
 SIZES = [1, 2, 3]
 DIMS = [1, 2, 31, 5000]
@@ -114,11 +115,11 @@ def test_it_changes_with_the_unit_only():
 
 @pytest.mark.parametrize("value", [None, 0.25])
 def test_a_change_of_unit_changes_no_pick(value):
-    method, context = Threshold(0.1, value), StepContext(3, 0, 1)
+    method = Threshold(0.1, value)
     state = method.begin(50, 1, [50])
     acc = torch.from_numpy(gradients(1, 1, 50, scale=0.3)[0, 0])
-    selections, _, threshold = method.propose(acc, 5, state, context).local
-    scaled, _, moved = method.propose(8 * acc, 5, method.rescale(state, 8.0), context).local
+    selections, _, threshold = propose(method, acc, 5, state).own
+    scaled, _, moved = propose(method, 8 * acc, 5, method.rescale(state, 8.0)).own
     assert 0 < len(selections) < 50
     assert scaled.tolist() == selections.tolist()
     assert moved == 8 * threshold

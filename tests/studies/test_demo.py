@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradherd.sparsify.demo import DeMo, cosine_matrix, inverse, transform
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
+from studies.methods.demo import DeMo, cosine_matrix, inverse, transform
 from tests.sparsify.reference_error_feedback import (
     actual,
     assert_conserved,

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradherd.sparsify.basics import RandomK, sample
+from studies.methods.randomk import RandomK, sample
 from tests.sparsify import one_step
 from tests.sparsify.reference_error_feedback import (
     actual,

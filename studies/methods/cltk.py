@@ -1,0 +1,63 @@
+"""CLT-k: one worker after the other chooses for all.
+
+Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient
+Distributed Training", NeurIPS 2020, arXiv:2104.11125. Residuals of different workers are similar,
+so what is large on the leader is mostly large on the others. Only the leader searches, and it
+broadcasts its indices. With large learning rates residuals drift apart; a low-pass filter on the
+residuals keeps them similar.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradherd.comm.script import Broadcast, Script
+from gradherd.sparsify.kernels import topk_indices
+from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
+from gradherd.sparsify.selector import Proposal, Selection, Selector, Step, check_density
+
+
+@dataclass(frozen=True)
+class CLTK(Selector):
+    """Send the k largest coordinates of one worker, a different one at every step.
+
+    Chen et al., NeurIPS 2020, arXiv:2104.11125. Raises ValueError if a setting is out of range.
+    """
+
+    density: float = DEFAULT_DENSITY
+    """Share of the coordinates to send."""
+    low_pass: float = 1.0
+    """Weight of the new residual against the old one. 1 is plain error feedback; less smooths
+    residuals and so keeps them similar. The paper uses about 0.1 for large learning rates."""
+
+    exclusive = True
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+        if not 0 < self.low_pass <= 1:
+            raise ValueError(f"low_pass must be in (0, 1], got {self.low_pass}")
+
+    def propose(self, step: Step) -> Proposal:
+        """Select the k largest if this worker leads the step."""
+        # Only the leader searches; in the ExDyna authors' code all workers do, and R - 1 results
+        # are thrown away.
+        leads = step.rank == step.number % step.size and step.k < step.dim
+        return Proposal.without_header(
+            step, topk_indices(step.acc, step.k).int() if leads else None
+        )
+
+    def agree(self, step: Step, own: Any, headers: Tensor) -> Script[Selection]:
+        """Receive the leader's indices."""
+        leader = step.number % step.size
+        if step.k >= step.dim:
+            indices = step.everything()
+        else:
+            # The others need a buffer of the same shape. int32 halves the bytes of int64.
+            buffer = step.acc.new_zeros(step.k, dtype=torch.int32) if own is None else own
+            received: Tensor = yield Broadcast(buffer, leader)
+            indices = received.long()
+        # All of them count as the leader's, so the padding metric is R; a broadcast pads nothing.
+        counts = [len(indices) * (rank == leader) for rank in range(step.size)]
+        return Selection(indices, counts, None, low_pass=self.low_pass)
