@@ -414,7 +414,7 @@ def _shards(lengths, dtype):
     slices_bytes = mean.bytes
     for flat in flats:
         mean.start(flat)
-    rows = mean.finish(columns=True)
+    rows = torch.cat(mean.finish(columns=True), 1)
     layout = ColumnLayout(tuple(BucketSpan(_named(*one)) for one in enumerate(lengths)))
     # Each worker's vector by parameter, from the columns of all ranks.
     whole = [layout.gather(row, world) for row in rows]

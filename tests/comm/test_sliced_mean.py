@@ -61,11 +61,11 @@ def test_columns_that_are_lent_are_not_overwritten_until_they_are_released():
     mean = SlicedMean(World.single())
     first, second = torch.zeros(6), torch.ones(6)
     mean.start(first)
-    rows = mean.finish(columns=True)
+    [rows] = mean.finish(columns=True)
     late = mean.lend()
     late(None)
     mean.start(first)
-    rows = mean.finish(columns=True)
+    [rows] = mean.finish(columns=True)
     release = mean.lend()
     late(None)  # of earlier columns: these are still being read
     thread = threading.Thread(target=mean.start, args=(second,))
@@ -74,10 +74,10 @@ def test_columns_that_are_lent_are_not_overwritten_until_they_are_released():
     assert thread.is_alive() and torch.equal(rows, torch.zeros(1, 6))
     release(None)
     thread.join()
-    again = mean.finish(columns=True)
+    [again] = mean.finish(columns=True)
     # The same memory: a second set of buffers would take another gradient.
     assert again.data_ptr() == rows.data_ptr() and torch.equal(rows, torch.ones(1, 6))
     mean.lend()(torch.empty(1, 6))  # who keeps them gives other memory instead
     mean.start(first)
-    assert torch.equal(mean.finish(columns=True), torch.zeros(1, 6))
+    assert torch.equal(*mean.finish(columns=True), torch.zeros(1, 6))
     assert torch.equal(rows, torch.ones(1, 6))

@@ -251,7 +251,7 @@ def test_three_sharded_orderings_order_as_one(name, rule):
             whole_one.observe(part)
             run_together(
                 [
-                    shard.learn(ShardedRows(part[..., cut]))
+                    shard.learn(ShardedRows((part[..., cut],)))
                     for shard, cut in zip(shards, cuts, strict=True)
                 ]
             )
@@ -269,7 +269,7 @@ def test_a_shard_may_be_without_columns():
     whole_one.observe(rows)
     cuts = [slice(0, 3), slice(3, 3)]
     run_together(
-        [s.learn(ShardedRows(rows[..., cut])) for s, cut in zip(shards, cuts, strict=True)]
+        [s.learn(ShardedRows((rows[..., cut],))) for s, cut in zip(shards, cuts, strict=True)]
     )
     for ordering in (whole_one, *shards):
         ordering.end_epoch()

@@ -89,7 +89,7 @@ class _Counted:
 
     def learn(self, rows, seen=None, *, first=None):
         if isinstance(rows, ShardedRows):
-            rows = ShardedRows(rows.columns[..., :1])
+            rows = ShardedRows((rows.columns[..., :1],))
             yield from self._ordering.learn(rows, seen, first=first)
 
 

@@ -73,7 +73,7 @@ def test_shards_of_columns_give_the_same_orders():
         rows = visited(whole_vectors(epoch, [6, 6], dim=5), whole.orders)
         whole.observe(rows)
         run_together(
-            [s.learn(ShardedRows(rows[..., c])) for s, c in zip(shards, COLUMNS, strict=True)]
+            [s.learn(ShardedRows((rows[..., c],))) for s, c in zip(shards, COLUMNS, strict=True)]
         )
         for ordering in (whole, *shards):
             ordering.end_epoch()

@@ -106,7 +106,10 @@ def test_slices_give_the_same_scores():
     whole, halves = make("saw", [6, 6]), [make("saw", [6, 6]) for _ in range(2)]
     whole.observe(rows)
     run_together(
-        [one.learn(ShardedRows(part)) for one, part in zip(halves, rows.split(4, -1), strict=True)]
+        [
+            one.learn(ShardedRows((part,)))
+            for one, part in zip(halves, rows.split(4, -1), strict=True)
+        ]
     )
     for ordering in (whole, *halves):
         ordering.end_epoch()

@@ -19,7 +19,7 @@ columns.
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ from gradherd.comm.collectives import (
 )
 from gradherd.comm.world import World
 
-# Number of the buffer that joins the columns of all buckets; those of buckets count from 0.
-_JOINED = -1
+Columns: TypeAlias = tuple[Tensor, ...]
+"""(R, c) blocks of a rank's columns, side by side: a slice of each bucket, and what was left."""
 ONE_BUCKET_ELEMENTS = 2_000_000
 """Up to this many elements, sending one copy of all buckets is cheaper than one message each."""
 
@@ -125,21 +125,24 @@ class _Bucket(NamedTuple):
 class _Loan:
     """Columns that are read by another thread, and on a GPU maybe on another stream."""
 
-    def __init__(self, buffers: dict[int, Tensor], number: int) -> None:
-        self._buffers, self._number = buffers, number
-        self._on_gpu = buffers[number].is_cuda
+    def __init__(self, buffers: dict[int, Tensor]) -> None:
+        self._buffers = buffers
+        self._on_gpu = buffers[0].is_cuda
         self._ended = threading.Event()
         self._read: torch.cuda.Event | None = None
 
     def end(self, instead: Tensor | None) -> None:
-        """Give the columns back, or other memory of their shape; further calls do nothing."""
+        """Give the columns back, or, if they are one block, other memory of its shape.
+
+        Further calls do nothing.
+        """
         if self._ended.is_set():
             return
         if self._on_gpu:
             self._read = torch.cuda.Event()
             self._read.record()
         if instead is not None:
-            self._buffers[self._number] = instead
+            self._buffers[0] = instead
         self._ended.set()
 
     def wait(self) -> None:
@@ -152,9 +155,10 @@ class _Loan:
 class SlicedMean:
     """Averages the buckets of one backward after the other, in memory that it reuses.
 
-    The columns that `finish` returns stay valid until the next bucket arrives, or, after `lend`,
-    until they are released: who reads them beside the training loop has the next exchange wait.
-    Fresh memory would cost as much as the exchange, and a second set of buffers another gradient.
+    The columns that `finish` returns are not copied. They stay valid until the next bucket arrives,
+    or, after `lend`, until they are released: who reads them beside the training loop has the next
+    exchange wait. Fresh memory would cost as much as the exchange, and a second set of buffers
+    another gradient.
     """
 
     def __init__(self, world: World) -> None:
@@ -162,7 +166,6 @@ class SlicedMean:
         self._started: list[_Bucket] = []
         # By number of the bucket. DDP rebuilds its buckets once, so shapes may change.
         self._buffers: dict[int, Tensor] = {}
-        self._lendable = _JOINED  # number of the buffer that holds the columns
         self._loan: _Loan | None = None
         self.bytes = 0
         """Bytes that this rank has sent so far."""
@@ -170,11 +173,11 @@ class SlicedMean:
     def lend(self) -> Callable[[Tensor | None], None]:
         """Keep the columns of the last `finish` as they are until the returned function is called.
 
-        Any thread may call it; further calls do nothing. Who wants to keep the columns gives it
-        other memory of their shape instead.
+        Any thread may call it; further calls do nothing. Who wants to keep the columns of a single
+        bucket gives it other memory of their shape instead.
         """
         # A new one each time: a late call for columns of an earlier backward releases no others.
-        self._loan = _Loan(self._buffers, self._lendable)
+        self._loan = _Loan(self._buffers)
         return self._loan.end
 
     def start(self, flat: Tensor) -> None:
@@ -191,7 +194,7 @@ class SlicedMean:
 
     def _buffer(self, number: int, like: Tensor, columns: int) -> Tensor:
         """Return an (R, columns) tensor with arbitrary content, once nobody reads it any more."""
-        if number == self._lendable and self._loan is not None:
+        if self._loan is not None:
             self._loan.wait()
         old, shape = self._buffers.get(number), (self._world.size, columns)
         if old is None or (old.shape, old.dtype, old.device) != (shape, like.dtype, like.device):
@@ -202,7 +205,7 @@ class SlicedMean:
         """Forget the buckets of a backward that broke off."""
         self._started = []
 
-    def finish(self, *, write_back: bool = True, columns: bool = False) -> Tensor | None:
+    def finish(self, *, write_back: bool = True, columns: bool = False) -> Columns:
         """Wait for the slices and overwrite every bucket with its mean.
 
         Every element is averaged by one rank only, so all ranks get the same bits.
@@ -212,7 +215,7 @@ class SlicedMean:
             columns: Whether this rank's columns are wanted.
 
         Returns:
-            With `columns`: (R, C) this rank's columns of every rank's vector, in at least float32.
+            With `columns`: this rank's columns of every rank's vector, in at least float32.
         """
         started, self._started = self._started, []
         ends = [bucket.flat[bucket.slices.value.numel() :] for bucket in started]
@@ -223,8 +226,7 @@ class SlicedMean:
             self.bytes += sent
         blocks = [bucket.slices.wait() for bucket in started]
         pending = self._start_write_back(started, blocks, tails) if write_back else []
-        # Copying the columns overlaps with the all-gather of the mean.
-        rows = self._columns(blocks, [len(end) for end in ends], tails) if columns else None
+        rows = self._columns(blocks, ends, tails) if columns else ()
         for gather in pending:
             gather.wait()
         self.bytes += sum(bucket.slices.bytes for bucket in started)
@@ -247,21 +249,15 @@ class SlicedMean:
         return pending
 
     def _columns(
-        self, blocks: Sequence[Tensor], ends: Sequence[int], tails: Tensor | None
-    ) -> Tensor:
-        wide = torch.promote_types(blocks[0].dtype, torch.float32)
-        if len(blocks) == 1 and tails is None and blocks[0].dtype == wide:
-            self._lendable = 0
-            return blocks[0]  # The buffer that was just filled: no copy.
-        total = sum(block.shape[1] + bool(end) for block, end in zip(blocks, ends, strict=True))
-        rows = self._buffer(_JOINED, torch.empty(0, dtype=wide, device=blocks[0].device), total)
-        self._lendable = _JOINED
-        start = used = 0
+        self, blocks: Sequence[Tensor], ends: Sequence[Tensor], tails: Tensor | None
+    ) -> Columns:
+        found, used, rank = [], 0, self._world.rank
         for block, end in zip(blocks, ends, strict=True):
-            rows[:, start : start + block.shape[1]] = block
-            start += block.shape[1]
-            if end and tails is not None:
-                own = self._world.rank < end
-                rows[:, start] = tails[:, used + self._world.rank] if own else 0
-                start, used = start + 1, used + end
-        return rows
+            wide = torch.promote_types(block.dtype, torch.float32)
+            found.append(block.to(wide))
+            if len(end):
+                assert tails is not None
+                own = tails[:, used + rank : used + rank + 1].to(wide)
+                found.append(own if rank < len(end) else own.new_zeros(len(tails), 1))
+                used += len(end)
+        return tuple(one for one in found if one.shape[1])

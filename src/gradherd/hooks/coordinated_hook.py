@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.script import run
-from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS, SlicedMean
+from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS, Columns, SlicedMean
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec
@@ -111,11 +111,11 @@ class SlicedTransport(RowTransport):
         """Say whether what will be averaged holds the gradient of this backward alone."""
 
     @abstractmethod
-    def _take_slices(self) -> tuple[Tensor, Release]:
-        """Return the (R, C) slices that averaging has delivered, and what gives them back."""
+    def _take_slices(self) -> tuple[Columns, Release]:
+        """Return the slices that averaging has delivered, and what gives them back."""
 
     @abstractmethod
-    def _exchange_separately(self, grads: dict[str, Tensor]) -> tuple[Tensor, Release, int]:
+    def _exchange_separately(self, grads: dict[str, Tensor]) -> tuple[Columns, Release, int]:
         """Return the same of a gradient that was not averaged alone, and the bytes sent."""
 
     @abstractmethod
@@ -144,15 +144,16 @@ class SlicedTransport(RowTransport):
         self._decided = False
         # Running sums outlive a change of the scale, so rows must not depend on it.
         if loss_scale != 1:
-            rows.div_(loss_scale)
+            for block in rows:
+                block.div_(loss_scale)
         try:
             self._thread.submit(partial(self._sign, rows, claim, release))
         except BaseException:  # of the batch before
             release(None)
             raise
 
-    def _sign(self, rows: Tensor, claim: BatchClaim | None, release: Release) -> None:
-        """Learn from (R, C) columns of every worker's gradient, in the thread."""
+    def _sign(self, rows: Columns, claim: BatchClaim | None, release: Release) -> None:
+        """Learn from this rank's columns of every worker's gradient, in the thread."""
         begin = time.thread_time()
         try:
             # Compared in the thread, so that training does not wait for it. A worker's last unit
@@ -160,7 +161,7 @@ class SlicedTransport(RowTransport):
             # finite. Workers may have different numbers of units.
             sizes = self._sampler.ordering.sizes
             last = claim is not None and claim.step + claim.units >= min(sizes)
-            finite = not last or bool(rows.sum().isfinite())
+            finite = not last or all(bool(block.sum().isfinite()) for block in rows)
             comparison = self._in_step.compare(claim, self._side, finite=finite)
             if not comparison.same or not comparison.finite:
                 self._in_step.pass_over(claim, comparison)
@@ -263,7 +264,7 @@ class CoordinatedHook(SlicedTransport, BucketHook):
         self._spans = spec.slices
         self._pieces: tuple[list[Tensor], list[Tensor]] = ([], [])  # of one vector, of the buckets
         self._mean = SlicedMean(world)
-        self._rows: Tensor | None = None  # (R, C) of a backward that came with its buckets
+        self._rows: Columns | None = None  # of a backward that came with its buckets
 
     def _one_bucket_layout(self) -> ColumnLayout:
         spec = self._spec
@@ -337,12 +338,12 @@ class CoordinatedHook(SlicedTransport, BucketHook):
             lambda row: layout.columns(old.gather(row, self.world), self.world)
         )
 
-    def _take_slices(self) -> tuple[Tensor, Release]:
+    def _take_slices(self) -> tuple[Columns, Release]:
         rows, self._rows = self._rows, None
         assert rows is not None
         return rows, self._mean.lend()
 
-    def _exchange_separately(self, grads: dict[str, Tensor]) -> tuple[Tensor, Release, int]:
+    def _exchange_separately(self, grads: dict[str, Tensor]) -> tuple[Columns, Release, int]:
         before, like = self._mean.bytes, self._parameters[0].detach()
         for bucket in self.layout.spans:
             assert isinstance(bucket, BucketSpan)

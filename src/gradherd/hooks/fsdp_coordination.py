@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradherd.comm.collectives import all_to_all
-from gradherd.comm.sliced_mean import mean_of_rows
+from gradherd.comm.sliced_mean import Columns, mean_of_rows
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.hooks.coordinated_hook import Release, SlicedTransport
@@ -115,7 +115,7 @@ class ShardedCoordination(SlicedTransport):
             factor, _ = group.divide_factors(block.dtype)
             self._blocks.append((group.noted, block, factor))
 
-    def _take_slices(self) -> tuple[Tensor, Release]:
+    def _take_slices(self) -> tuple[Columns, Release]:
         """Return the (R, C) columns of all groups; zero where a parameter had no gradient."""
         size, (blocks, self._blocks) = self.world.size, (self._blocks, [])
         assert blocks, "every backward that coordinates ends with a reduce-scatter"
@@ -136,17 +136,17 @@ class ShardedCoordination(SlicedTransport):
                     own = rows[:, self._columns[parameter.name]]
                     own.add_(block[:, at : at + width], alpha=factor)
                 at += width
-        return rows, self._refill
+        return (rows,), self._refill
 
     def _refill(self, instead: Tensor | None) -> None:
         # The memory of the slices is filled again when the batch was signed, if it is not kept.
         self._rows = self._rows if instead is None else instead
 
-    def _exchange_separately(self, grads: dict[str, Tensor]) -> tuple[Tensor, Release, int]:
+    def _exchange_separately(self, grads: dict[str, Tensor]) -> tuple[Columns, Release, int]:
         # Whole gradients: FSDP has not reduced them, or has reduced them together with earlier
         # ones.
         rows, sent = all_to_all(self.layout.cut(grads, self.world.size), self.world)
-        return rows.to(torch.promote_types(rows.dtype, torch.float32)), _nothing, sent
+        return (rows.to(torch.promote_types(rows.dtype, torch.float32)),), _nothing, sent
 
     def _drop_slices(self) -> None:
         self._blocks = []

@@ -84,7 +84,7 @@ def observe_gathered(
     if claim is not None and claim.epoch != learner.epoch:
         return  # Rows of an epoch that is over come too late.
     seen = finite_batches(by_step, batches, finite)
-    own = ShardedRows(by_step) if scatters else by_step
+    own = ShardedRows((by_step,)) if scatters else by_step
     yield from learner.learn(own, seen, first=None if claim is None else claim.step)
     learner.note_finite(seen[:, 0])
 
@@ -104,12 +104,13 @@ def observe_epoch(
     all_rows: Tensor = yield ScatterColumns(rows) if scatters else AllGather(rows)
     all_seen: Tensor = yield AllGather(seen)
     by_step = all_rows.transpose(0, 1)
-    yield from learner.learn(ShardedRows(by_step) if scatters else by_step, all_seen.T > 0, first=0)
+    own = ShardedRows((by_step,)) if scatters else by_step
+    yield from learner.learn(own, all_seen.T > 0, first=0)
 
 
 def observe_slices(
     learner: Learner,
-    slices: Tensor,
+    slices: Sequence[Tensor],
     *,
     first: int | None = None,
     release: Callable[[Tensor | None], None] | None = None,
@@ -118,12 +119,14 @@ def observe_slices(
 
     Args:
         learner: What learns.
-        slices: (R, C) every worker's gradient; all columns where one script serves all workers.
+        slices: (R, c) blocks of columns of every worker's gradient; all columns where one script
+            serves all workers.
         first: Time step of the batch.
         release: Called when the slices were read, maybe long before all is learned; see
             `ShardedRows`.
     """
-    yield from learner.learn(ShardedRows(slices.unsqueeze(0), release), first=first)
+    rows = ShardedRows(tuple(block.unsqueeze(0) for block in slices), release)
+    yield from learner.learn(rows, first=first)
     if release is not None:
         release(None)
 

@@ -114,7 +114,7 @@ class CDGraBLive(CDGraB):
         if isinstance(rows, Tensor):
             rows = self._predicted(state, rows, seen)
         else:  # Predictions are linear, so ranks that hold columns agree on their products.
-            rows = ShardedRows(self._predicted(state, rows.columns, seen))
+            rows = ShardedRows((self._predicted(state, rows.columns, seen),))
         return super().observe(state, rows, seen, random)
 
     def _predicted(self, state: LiveState, rows: Tensor, seen: Tensor) -> Tensor:

@@ -191,7 +191,7 @@ class Ordering:
         elif isinstance(rows, Tensor):
             rows = self._aligned(rows)
         else:
-            rows = replace(rows, columns=self._aligned(rows.columns))
+            rows = replace(rows, blocks=tuple(map(self._aligned, rows.blocks)))
         # A worker that has run out of units repeats one: its row is real, but counts only once.
         if self.steps + len(seen) > min(self.sizes):
             seen = seen & self._state.valid(self.steps, len(seen))
@@ -221,7 +221,7 @@ class Ordering:
             if self.policy.needs_rows or seen is None:
                 raise ValueError(f"{self.policy} needs rows, got None")
             return seen.cpu()
-        shape = rows.shape if isinstance(rows, Tensor) else rows.columns.shape
+        shape = rows.shape
         if len(shape) != 3 or shape[1] != workers:
             raise ValueError(f"rows must be (steps, {workers} workers, dim), got {tuple(shape)}")
         # Also those that are left from the epoch before.

@@ -19,9 +19,10 @@ no rank needs all gradients for it: inner products of shards are summed (see `ba
 Shapes: b time steps of a call, M workers, K pairs, D columns.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -57,6 +58,10 @@ class PairState(SignState):
         self.pending = self.pending_seen = None
 
 
+Blocks: TypeAlias = tuple[Tensor, ...]
+"""(b, M, c) rows in blocks of columns, side by side."""
+
+
 class Pairs(NamedTuple):
     """Pairs that were completed by a call."""
 
@@ -68,45 +73,47 @@ class Pairs(NamedTuple):
     """(K, M) whether both rows were seen."""
 
 
-def take_pairs(state: PairState, rows: Tensor, seen: Tensor, *, keep: bool = False) -> Pairs:
-    """Advance the state by (b, M, D) rows and return the pairs they complete.
+def take_pairs(state: PairState, rows: Blocks, seen: Tensor, *, keep: bool = False) -> Pairs:
+    """Advance the state by b rows of each worker and return the pairs they complete.
 
     A pair is what a worker visits at time steps 2k and 2k+1. A row at an even step whose partner
     is yet to come is copied into `state.pending`, so the caller may reuse its buffer.
 
     Args:
         state: Advanced by b steps.
-        rows: (b, M, D) gradient of the unit each worker visited; arbitrary where not seen.
+        rows: Gradient of the unit each worker visited; arbitrary where not seen.
         seen: (b, M) which of them are real.
         keep: The caller gives away the memory of the rows, so none is copied.
     """
-    if len(rows) and state.steps % 2 and state.pending is None:
+    if len(seen) and state.steps % 2 and state.pending is None:
         # The partner of the first row was skipped. It is not paired with the next row instead:
         # pairs are tied to time steps, so that pair k has the slots k and n-1-k on all workers.
-        rows, seen = rows[1:], seen[1:]
+        rows, seen = _steps(rows, slice(1, None)), seen[1:]
         state.steps += 1
-    first, count = state.steps // 2, rows.shape[0]
+    first, count = state.steps // 2, len(seen)
     _place_odd_units(state, seen)
     state.steps += count
     if count and not count % 2 and state.pending is None and bool(seen.all()):
         # Whole pairs of batches of even size, all of them seen: the usual case, at every step.
-        return Pairs(first, rows[0::2] - rows[1::2], all_seen(count // 2, rows.shape[1]))
+        return Pairs(first, _differences(rows), all_seen(count // 2, seen.shape[1]))
     parts, masks = [], []
-    if state.pending is not None and len(rows):
+    if state.pending is not None and count:
         assert state.pending_seen is not None
         # In place, since `pending` is a copy of our own. First minus second; published code
         # also has second minus first, which only changes the sign of the running sum.
-        parts.append(state.pending.sub_(rows[0]).unsqueeze(0))
+        for own, block in _side_by_side(state.pending, rows):
+            own.sub_(block[0])
+        parts.append(state.pending.unsqueeze(0))
         masks.append((state.pending_seen & seen[0]).unsqueeze(0))
-        rows, seen = rows[1:], seen[1:]
+        rows, seen = _steps(rows, slice(1, None)), seen[1:]
         state.pending = state.pending_seen = None
-    if len(rows) % 2:
-        row = rows[-1]
-        state.pending = state.pending_buffer = row if keep else _copied(state, row, bool(parts))
+    if len(seen) % 2:
+        last = rows[0][-1] if keep else _copied(state, _steps(rows, -1), bool(parts))
+        state.pending = state.pending_buffer = last
         state.pending_seen = seen[-1].clone()
-        rows, seen = rows[:-1], seen[:-1]
-    if len(rows) or not parts:
-        parts.append(rows[0::2] - rows[1::2])
+        rows, seen = _steps(rows, slice(None, -1)), seen[:-1]
+    if len(seen) or not parts:
+        parts.append(_differences(rows))
         masks.append(seen[0::2] & seen[1::2])
     diffs = parts[0] if len(parts) == 1 else torch.cat(parts)
     both = torch.cat(masks)
@@ -116,21 +123,36 @@ def take_pairs(state: PairState, rows: Tensor, seen: Tensor, *, keep: bool = Fal
     return Pairs(first, diffs, both)
 
 
-def _copied(state: PairState, row: Tensor, fresh: bool) -> Tensor:
-    """Return a copy of the (M, D) row, in the buffer of the pending rows before unless `fresh`.
+def _steps(rows: Blocks, span: slice | int) -> Blocks:
+    return tuple(block[span] for block in rows)
+
+
+def _differences(rows: Blocks) -> Tensor:
+    """Return (b / 2, M, D) rows at even steps minus those at odd ones."""
+    diffs = [block[0::2] - block[1::2] for block in rows]
+    return diffs[0] if len(diffs) == 1 else torch.cat(diffs, -1)
+
+
+def _side_by_side(whole: Tensor, rows: Blocks) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the columns of `whole` that belong to each block, and the block."""
+    widths = [block.shape[-1] for block in rows]
+    return zip(whole.split(widths, -1), rows, strict=True)
+
+
+def _copied(state: PairState, row: Blocks, fresh: bool) -> Tensor:
+    """Return a copy of an (M, D) row, in the buffer of the pending rows before unless `fresh`.
 
     A difference that this call completes still lives in that buffer. Otherwise it is free, and
     new memory of the size of a gradient would cost as much as the copy itself.
     """
-    buffer = state.pending_buffer
-    alike = buffer is not None and (buffer.shape, buffer.dtype, buffer.device) == (
-        row.shape,
-        row.dtype,
-        row.device,
-    )
-    if fresh or not alike or buffer is None:
-        buffer = torch.empty_like(row, memory_format=torch.contiguous_format)
-    return buffer.copy_(row)
+    buffer, one = state.pending_buffer, row[0]
+    shape = (len(one), sum(block.shape[-1] for block in row))
+    alike = (shape, one.dtype, one.device)
+    if fresh or buffer is None or (buffer.shape, buffer.dtype, buffer.device) != alike:
+        buffer = one.new_empty(shape)
+    for own, block in _side_by_side(buffer, row):
+        own.copy_(block)
+    return buffer
 
 
 def _place_odd_units(state: PairState, seen: Tensor) -> None:
@@ -185,16 +207,16 @@ def sign_pairs(
         shared: One running sum serves all workers: pair after pair, and within a pair worker
             after worker. Otherwise each worker is a stream of its own.
     """
-    own = rows if isinstance(rows, Tensor) else rows.columns
-    workers, columns = own.shape[1:]
+    blocks = (rows,) if isinstance(rows, Tensor) else rows.blocks
+    steps, workers, columns = rows.shape
     if state.running is None:
-        state.running = own.new_zeros((1 if shared else workers, columns))
+        state.running = blocks[0].new_zeros((1 if shared else workers, columns))
     release = rows.release if isinstance(rows, ShardedRows) else None
-    keep, spare = release is not None and len(own) == 1, state.pending_buffer
-    pairs = take_pairs(state, own, seen, keep=keep)
+    keep, spare = release is not None and steps == len(blocks) == 1, state.pending_buffer
+    pairs = take_pairs(state, blocks, seen, keep=keep)
     if release is not None:
         kept = keep and state.pending is not None
-        release((torch.empty_like(own[0]) if spare is None else spare) if kept else None)
+        release((torch.empty_like(blocks[0][0]) if spare is None else spare) if kept else None)
     if not len(pairs.diffs):  # the first halves of pairs: every second step of training
         return
     if isinstance(rows, Tensor) and _sign_on_device(state, pairs, rule, shared=shared):

@@ -33,11 +33,23 @@ returns for epoch 0."""
 class ShardedRows:
     """Rows of which every rank holds some columns: inner products are sums over ranks."""
 
-    columns: Tensor
-    """(b, M, C) this rank's columns."""
+    blocks: tuple[Tensor, ...]
+    """(b, M, c) this rank's columns, in blocks side by side that have C columns together."""
     release: Callable[[Tensor | None], None] | None = None
     """If given: may be called by a policy that does not read them any more, as the next exchange
-    waits for their memory; or with other memory of the shape of one step, to keep them."""
+    waits for their memory; or with other memory of the shape of one step, to keep a single
+    block."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(b, M, C)."""
+        steps, workers, _ = self.blocks[0].shape
+        return steps, workers, sum(block.shape[-1] for block in self.blocks)
+
+    @property
+    def columns(self) -> Tensor:
+        """(b, M, C) all columns, copied if there are several blocks."""
+        return self.blocks[0] if len(self.blocks) == 1 else torch.cat(self.blocks, -1)
 
 
 Rows: TypeAlias = Tensor | ShardedRows

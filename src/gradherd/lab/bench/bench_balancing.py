@@ -156,7 +156,6 @@ class ShardedCase(AllReduceCase):
         before = self._mean.bytes
         self._mean.start(grad)
         rows = self._mean.finish(columns=True)
-        assert rows is not None
         sent = self._mean.bytes - before
         # In a thread and on a group of its own, as in training: signs overlap with the next step.
         script = observe_slices(self._ordering, rows, release=self._mean.lend())

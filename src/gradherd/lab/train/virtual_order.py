@@ -94,7 +94,7 @@ class VirtualCoordination:
 
     def exchange(self, grads: Tensor) -> None:
         """Learn from the (R, D) gradients of whole batches, exchanged by slices."""
-        self._runner.start(observe_slices(self._ordering, grads))
+        self._runner.start(observe_slices(self._ordering, (grads,)))
 
     def end_epoch(self) -> None:
         """Adopt the next orders."""
