@@ -81,3 +81,15 @@ def test_columns_that_are_lent_are_not_overwritten_until_they_are_released():
     mean.start(first)
     assert torch.equal(*mean.finish(columns=True), torch.zeros(1, 6))
     assert torch.equal(rows, torch.ones(1, 6))
+
+
+def test_columns_of_several_buckets_are_not_copied():
+    mean, places = SlicedMean(World.single()), []
+    for _ in range(2):
+        mean.start(torch.zeros(6))
+        mean.start(torch.ones(4))
+        blocks = mean.finish(columns=True)
+        mean.lend()(None)
+        assert [block.shape for block in blocks] == [(1, 6), (1, 4)]
+        places.append([block.data_ptr() for block in blocks])
+    assert places[0] == places[1]

@@ -322,3 +322,40 @@ def test_workers_of_different_sizes_use_their_own_column():
     sides = torch.tensor([[1, -1, 1], [-1, 1, 1], [1, 1, 1]], dtype=torch.int8)
     orders = [torch.tensor([7, 8, 9]), torch.tensor([1, 0]), torch.tensor([], dtype=torch.int64)]
     assert [o.tolist() for o in reorder_all(orders, sides)] == [[7, 9, 8], [0, 1], []]
+
+
+@pytest.mark.parametrize("name", ["cd-grab", "id-pair-grab", "grab", "cd-grab-live", "curriculum"])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_blocks_of_columns_are_learned_as_one(name, steps):
+    rows = torch.randn(9, 3, 10, generator=torch.Generator().manual_seed(steps))
+    whole, pieces = (make(name, [9, 9, 9]) for _ in range(2))
+    for part in rows.split(steps):
+        run(whole.learn(ShardedRows((part,))), World.single())
+        run(pieces.learn(ShardedRows(part.split([4, 1, 5], -1))), World.single())
+        ours, theirs = (one.state_dict()["balance"] for one in (pieces, whole))
+        for key in ours.keys() & {"sides", "pending", "running", "scores"}:
+            torch.testing.assert_close(ours[key], theirs[key], equal_nan=True)
+    for one in (whole, pieces):
+        one.end_epoch()
+    assert pieces.version == whole.version
+
+
+def test_a_row_is_kept_only_for_other_memory():
+    ordering, given = make("cd-grab", [4, 4]), []
+    rows = torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(0))
+    expected = make("cd-grab", [4, 4])
+    for row in rows:
+        lent = row.clone()
+        script = ordering.learn(ShardedRows((lent.unsqueeze(0),), given.append))
+        run(script, World.single())
+        # What was not kept is overwritten by the next exchange.
+        if given[-1] is None:
+            lent.fill_(torch.nan)
+        else:
+            assert given[-1].shape == lent.shape and given[-1].data_ptr() != lent.data_ptr()
+            given[-1].fill_(torch.nan)
+        run(expected.learn(ShardedRows((row.unsqueeze(0),))), World.single())
+    assert [one is None for one in given] == [False, True, False, True]
+    for one in (ordering, expected):
+        one.end_epoch()
+    assert ordering.version == expected.version
