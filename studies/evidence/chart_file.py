@@ -27,6 +27,8 @@ from gradherd.lab.text import printable
 _LAYOUT = Layout(width=800, height=340, side=280)
 """The legend is to the right of the plot."""
 _LEGEND_LINE = 18
+_MAX_MARKED = 8
+"""Up to this many distinct x values of a logarithmic axis are all marked."""
 
 
 def chart_file(
@@ -55,12 +57,23 @@ def chart_file(
     Raises:
         ValueError: No line has a point to draw.
     """
-    visible, _ = fit_axes(lines, _LAYOUT, log=log, log_x=log_x)
+    if log_x:  # which has no place for zero
+        lines = [replace(line, points=[p for p in line.points if p[0] > 0]) for line in lines]
+        lines = [replace(line, band=[one for one in line.band if one[0] > 0]) for line in lines]
+    visible, (across, up) = fit_axes(lines, _LAYOUT, log=log, least=least)
+    if log_x:
+        xs = tuple(sorted({px for line in visible for px, _ in line.points}))
+        few = xs if len(xs) <= _MAX_MARKED else ()
+        across = replace(across, log=True, whole=False, only=few)
+    if zero:
+        up = replace(up, low=min(up.low, 0.0), high=max(up.high, 0.0))
     # A legend beside the plot needs a taller chart for many lines.
     height = max(_LAYOUT.height, _LAYOUT.top + _LEGEND_LINE * len(visible))
-    layout = replace(_LAYOUT, height=height)
-    visible, axes = fit_axes(lines, layout, log=log, log_x=log_x, zero=zero, least=least)
-    right = axes[0].end
+    layout, axes = (
+        replace(_LAYOUT, height=height),
+        (across, replace(up, start=height - _LAYOUT.bottom)),
+    )
+    right = across.end
     parts = [svg_head(title, layout, [line.style or 0 for line in visible])]
     parts += draw_grid(axes, x, y, zero=zero)
     for number, line in reversed(list(enumerate(visible))):  # The first is drawn last, on top.

@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
+import pickle
 import signal
 import tempfile
 import threading
@@ -197,6 +198,21 @@ def process_pool(
         pool.shutdown(cancel_futures=True)
         lifeline.close()
         end.close()
+
+
+def in_pool(fn: Callable[..., Any], *args: Any) -> Any:
+    """Return `fn(*args)`, in a process of a pool; what it raises arrives whatever it is.
+
+    An error that cannot be sent, or not be built again from its text, would break the pool.
+    """
+    try:
+        return fn(*args)
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # An error of a user's task need not be picklable.
+            raise RuntimeError(f"{type(error).__name__}: {error}") from None
+        raise
 
 
 def _start_in_pool(end: Connection, start: Callable[..., None] | None, *args: Any) -> None:

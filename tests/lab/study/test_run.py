@@ -52,6 +52,17 @@ def dies(part, where):
     os._exit(9)
 
 
+class Odd(Exception):
+    """Can be sent to another process, but not be built there: it takes two arguments."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first}, {second}")
+
+
+def fails_oddly(part, where):
+    raise Odd("bad labels", "in row 7")
+
+
 @given(st.lists(st.integers(1, 12), max_size=8), st.integers(1, 9))
 def test_every_run_is_in_one_part_and_no_process_idles_for_want_of_cutting(sizes, jobs):
     batches = [[piece(n, str(at)) for n in range(size)] for at, size in enumerate(sizes)]
@@ -80,6 +91,12 @@ def test_batches_are_made_in_other_processes_and_one_that_fails_stops_no_other()
 def test_a_process_that_dies_is_told_of():
     with pytest.raises(ProcessDied, match="2 of 2 batches are not done; fewer than 2 --jobs"):
         list(run_parallel(dies, [[piece(0)], [piece(1)]], WHERE, 2))
+
+
+def test_an_error_that_cannot_be_sent_is_told_in_its_words():
+    with pytest.raises(RuntimeError, match="Odd: bad labels, in row 7") as told:
+        list(run_parallel(fails_oddly, [[piece(0)], [piece(1)]], WHERE, 2))
+    assert not isinstance(told.value, ProcessDied)  # No process was killed.
 
 
 def test_what_else_the_caller_has_started_goes_on(tmp_path, monkeypatch):

@@ -15,9 +15,11 @@ from gradherd.lab.train.record import (
 )
 from tests.lab.train.work import record, row
 
+POINT = {"step": 0, "mean": 1.0, "min": 1.0, "max": 1.0}
+
 
 def test_records_come_back(tmp_path):
-    there = record(epochs=[row(), row(2, train_loss=None)], density_by_step=[{"step": 0}])
+    there = record(epochs=[row(), row(2, train_loss=None)], density_by_step=[POINT])
     write_record(there, tmp_path)
     assert read_record(tmp_path / RECORD_FILE) == there
     assert sorted(path.name for path in tmp_path.iterdir()) == [RECORD_FILE]
@@ -58,7 +60,7 @@ def test_files_are_written_as_a_run_goes_on(tmp_path):
     assert read_record(tmp_path / "run" / RECORD_FILE).status == "running"
     writer.start(2.0, None)
     writer.add(row(), [])
-    writer.add(row(2), [{"step": 0, "mean": 1.0, "min": 1.0, "max": 1.0}])
+    writer.add(row(2), [POINT])
     assert len(read_record(tmp_path / "run" / RECORD_FILE).epochs) == 2
     writer.end("done")
     lines = (tmp_path / "run" / METRICS_FILE).read_text().splitlines()

@@ -96,7 +96,7 @@ def find_records(folders: Sequence[Path]) -> list[tuple[Path, RunRecord]]:
             )
         for path in matches:  # Folders may overlap; a run counts once.
             paths.setdefault(Path(os.path.realpath(path)), path)
-    records = [(path, _checked(path, read_record(path))) for path in paths.values()]
+    records = [(path, read_record(path)) for path in paths.values()]
     _check_unique(records)
     # The arm of the first run becomes the baseline: the names of folders must not decide that.
     return sorted(records, key=lambda one: one[1].started)
@@ -124,18 +124,6 @@ def _check_unique(records: Sequence[tuple[Path, RunRecord]]) -> None:
                 f"{printable(first)} and {printable(path)} are of the same task, arm and seed "
                 f"({record.seed}): a seed counts once; give folders that hold one of them"
             )
-
-
-def _checked(path: Path, record: RunRecord) -> RunRecord:
-    """Return the record; raise ValueError if a figure that pages show is missing."""
-    # `read_record` checks the types of fields; what charts need inside of them is checked here.
-    for point in record.density_by_step:
-        if not {"step", "mean", "min", "max"} <= point.keys():
-            raise ValueError(
-                f"{printable(path)}: damaged record: density_by_step holds {printable(point, 80)}; "
-                "remove its folder, or train again"
-            )
-    return record
 
 
 def _record_paths(folder: Path) -> list[Path]:

@@ -32,8 +32,6 @@ METHODS = (
      "sage", "demo", "powersgd"),
 )  # fmt: skip
 """Orders and sparsifiers, in the order of their colours; from the ninth on they are dashed."""
-_MAX_MARKED = 8
-"""Up to this many distinct x values of a logarithmic axis are all marked."""
 _LEAST_SPAN = 0.1
 """Least height of a y axis, as a share of its values: less is noise, and must look flat."""
 _STRIPS = 40
@@ -175,29 +173,19 @@ def fit_axes(
     layout: Layout,
     *,
     log: bool = False,
-    log_x: bool = False,
-    zero: bool = False,
     least: float | None = None,
     levels: Sequence[tuple[float, str]] = (),
 ) -> tuple[list[ChartLine], Axes]:
     """Return the lines that can be drawn, each with a style, and the axes that they need.
 
-    Points that a logarithmic axis cannot show are dropped, and lines without points.
-
-    Args:
-        lines: The lines.
-        layout: Size of the chart.
-        log: Whether the y axis is logarithmic.
-        log_x: Whether the x axis is logarithmic.
-        zero: Whether the y axis includes zero.
-        least: Least span of the y axis; by default a share of its largest value.
-        levels: Values that the y axis must include, each with a few words.
+    Points that a logarithmic y axis cannot show are dropped, and lines without points. The y axis
+    has at least the span `least`, by default a share of its largest value, and includes `levels`.
 
     Raises:
         ValueError: No line has a point to draw.
     """
     visible = [
-        _drawable(replace(line, style=n if line.style is None else line.style), log, log_x)
+        _drawable(replace(line, style=n if line.style is None else line.style), log)
         for n, line in enumerate(lines)
     ]
     visible = [line for line in visible if line.points]
@@ -211,13 +199,12 @@ def fit_axes(
     # A goal that no arm has reached must be in sight, too.
     ys += [level for level, _ in levels if level > 0 or not log]
     low, high = _with_margin(min(ys), max(ys), log, least)
-    if zero:
-        low, high = min(low, 0.0), max(high, 0.0)
     # Half an epoch does not exist, so it should not be marked.
-    whole = all(px == int(px) for px in xs) and not log_x
-    few = tuple(sorted(set(xs))) if log_x and len(set(xs)) <= _MAX_MARKED else ()
-    across = ChartAxis(min(xs), max(xs), layout.left, layout.width - layout.side, log_x, whole, few)
-    return visible, (across, ChartAxis(low, high, layout.height - layout.bottom, layout.top, log))
+    whole, right = all(px == int(px) for px in xs), layout.width - layout.side
+    return visible, (
+        ChartAxis(min(xs), max(xs), layout.left, right, whole=whole),
+        ChartAxis(low, high, layout.height - layout.bottom, layout.top, log),
+    )
 
 
 def page_chart(
@@ -260,15 +247,15 @@ def page_chart(
     return "\n".join([*parts, *_strips(visible, axes, x, x_text), "</svg>"]) + "\n"
 
 
-def _drawable(line: ChartLine, log: bool, log_x: bool) -> ChartLine:
-    def has_place(x: float, low: float, high: float) -> bool:
-        return math.isfinite(high) and (low > 0 or not log) and (x > 0 or not log_x)
+def _drawable(line: ChartLine, log: bool) -> ChartLine:
+    def has_place(low: float, high: float) -> bool:
+        return math.isfinite(high) and (low > 0 or not log)
 
-    points = [(x, y) for x, y in line.points if has_place(x, y, y)]
+    points = [(x, y) for x, y in line.points if has_place(y, y)]
     # A band that reaches below zero ends at the foot of a logarithmic axis.
     band = [(x, low if low > 0 or not log else high / 100, high) for x, low, high in line.band]
-    band = [one for one in band if has_place(*one)]
-    runs = [[(x, y) for x, y in run if has_place(x, y, y)] for run in line.runs]
+    band = [one for one in band if has_place(*one[1:])]
+    runs = [[(x, y) for x, y in run if has_place(y, y)] for run in line.runs]
     return replace(line, points=points, band=band, runs=[run for run in runs if run])
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gradherd.lab.ranks import process_pool
+from gradherd.lab.ranks import in_pool, process_pool
 from gradherd.lab.study.file import Study
 from gradherd.lab.study.kinds import PlannedRun, RunContext, StudyProgress, kind_of
 from gradherd.lab.study.results import (
@@ -198,7 +198,7 @@ def run_parallel(
     quiet = dataclasses.replace(context, progress=StudyProgress())
     failed: Exception | None = None
     with process_pool(min(jobs, len(parts)), "spawn") as pool:
-        futures = [pool.submit(_run_part, run, part, quiet) for part in parts]
+        futures = [pool.submit(in_pool, _run_part, run, part, quiet) for part in parts]
         for future in as_completed(futures):
             try:
                 yield future.result()

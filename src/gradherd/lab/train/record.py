@@ -22,6 +22,8 @@ _MAX_VALUE = 1e100
 """Largest number; squares and sums of these stay finite."""
 _MAX_DEPTH = 16
 """Nesting of lists and mappings in a setting; the ones we write have two levels."""
+_POINT = {"step", "mean", "min", "max"}
+"""What an entry of `density_by_step` has."""
 _NON_FINITE_FIELDS = ("train_loss", "metric")
 _WORDS = {str: "text", bool: "true or false", int: "an integer", float: "a number"}
 _WORDS |= {dict: "a mapping", list: "a list of numbers"}
@@ -35,7 +37,8 @@ def find_problem(record: "RunRecord") -> str | None:
             if not isinstance(value, list):
                 return "density_by_step is not a list"
             for point in value:
-                if not isinstance(point, dict) or not all(map(is_number, point.values())):
+                has_all = isinstance(point, dict) and _POINT <= point.keys()
+                if not has_all or not all(map(is_number, point.values())):
                     return f"density_by_step holds {short_repr(point)}"
         elif name != "epochs" and not _fits(value, hint):
             return f"{name} is {short_repr(value)}, not {_words(hint)}"

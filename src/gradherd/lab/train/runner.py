@@ -11,7 +11,6 @@ import hashlib
 import logging
 import multiprocessing
 import os
-import pickle
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.comm.world import World
-from gradherd.lab.ranks import process_pool, start_fork_server
+from gradherd.lab.ranks import in_pool, process_pool, start_fork_server
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Split, Task, carries_state, load_split
 from gradherd.lab.train.checkpoint import Checkpointer, CheckpointStore, LoadedCheckpoint
@@ -267,7 +266,7 @@ def run_in_processes(
     messages = multiprocessing.get_context("forkserver").SimpleQueue()
     count = min(processes, len(parts))
     with process_pool(count, "forkserver", _send_progress, messages) as pool:
-        futures = [pool.submit(_train_part, train, part) for part in parts]
+        futures = [pool.submit(in_pool, _train_part, train, part) for part in parts]
         running = set(futures)
         while running:
             done, running = wait(running, _POLL_SECONDS, FIRST_COMPLETED)
@@ -291,14 +290,7 @@ def _send_progress(messages: Any) -> None:
 
 
 def _train_part(train: Train, part: list[RunConfig]) -> list[RunRecord]:
-    try:
-        return train(part, _progress)
-    except Exception as error:
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # An error of a user's task need not be picklable.
-            raise RuntimeError(f"{type(error).__name__}: {error}") from None
-        raise
+    return train(part, _progress)
 
 
 def _run_group(
