@@ -47,8 +47,20 @@ MODELS = {
 """Models whose step was timed, by name."""
 
 
-_FEW_BYTES = "2026-11-18-few-bytes-h200"
-"""The study of few bytes: one file, by `benchmarks/few_bytes.py`."""
+_STUDIES = {
+    "local-steps-mlp": "an MLP on digits, learning rate tuned",
+    "scarce": "LeNet on CIFAR-10, 6 epochs",
+    "together-cnn": "LeNet on CIFAR-10, 10 epochs",
+    "resnet18": "ResNet-18 on CIFAR-10, 8 epochs",
+    "resnet18-long": "ResNet-18 on CIFAR-10, 60 epochs",
+    "sst2": "a small transformer on SST-2 with AdamW",
+    "gpt2-sparse": "GPT-2 of 11 M parameters on WikiText-2, AdamW, 10 epochs",
+    "2026-11-18-few-bytes-h200":
+        "GPT-2 of 11 M parameters on WikiText-2, AdamW, best of 10 epochs",
+}  # fmt: skip
+"""Folder of `benchmarks/results`, or a file there without ".json" -> what was trained."""
+_LEVEL = {"accuracy": 1.0, "perplexity": 5.0}
+"""Points of accuracy, or percent of perplexity: less is level with dense."""
 
 
 @dataclass(frozen=True)
@@ -56,24 +68,38 @@ class AccuracyRecord:
     """The accuracy of a run with few bytes and of the dense run beside it."""
 
     study: str
-    """A folder of `benchmarks/results`, or a file there without ".json"."""
-    arm: str
-    """A file in that folder, or an arm in that file; the dense run is in `against`."""
-    against: str
+    """A key of `_STUDIES`."""
     method: str
     """topk, exdyna, powersgd or local."""
     density: float
     """Share of the coordinates that were sent; PowerSGD: of a dense exchange's bytes."""
-    every: int
-    """Steps from one exchange to the next."""
-    task: str
+    arm: str
+    """A file in the folder of the study, or an arm in its file; the dense run is in `against`."""
     dense: float
     sparse: float
     seeds: int
-    metric: Literal["accuracy", "perplexity"]
-    """What `dense` and `sparse` are: accuracy in percent, or perplexity."""
-    epoch: Literal["last", "best"]
-    """Which epoch they are of."""
+    against: str = "dense"
+
+    @property
+    def task(self) -> str:
+        """What was trained, in words."""
+        without = ", without momentum" * self.arm.endswith("without-momentum")
+        return _STUDIES[self.study] + without
+
+    @property
+    def metric(self) -> Literal["accuracy", "perplexity"]:
+        """What `dense` and `sparse` are: accuracy in percent, or perplexity."""
+        return "perplexity" if "GPT-2" in self.task else "accuracy"
+
+    @property
+    def epoch(self) -> Literal["last", "best"]:
+        """Which epoch they are of."""
+        return "best" if "best of" in self.task else "last"
+
+    @property
+    def every(self) -> int:
+        """Steps from one exchange to the next."""
+        return int(self.arm.removeprefix("local-")) if self.method == "local" else 1
 
     @property
     def lost(self) -> float:
@@ -85,98 +111,36 @@ class AccuracyRecord:
     @property
     def severity(self) -> float:
         """What was lost, in multiples of what counts; below 1 is level with dense."""
-        return self.lost / (_LEVEL if self.metric == "accuracy" else _LEVEL_PERPLEXITY)
+        return self.lost / _LEVEL[self.metric]
 
 
-_LEVEL = 1.0
-"""Points of accuracy: less is level with dense."""
-_LEVEL_PERPLEXITY = 5.0
-"""The same in percent of perplexity."""
-
-
-def _study(
-    study: str,
-    task: str,
-    *runs: tuple[str, float, str, float, float, int],
-    against: str = "dense",
-    metric: Literal["accuracy", "perplexity"] = "accuracy",
-    epoch: Literal["last", "best"] = "last",
-) -> list[AccuracyRecord]:
-    """Return the records of a study: method, density, arm, dense and sparse result, seeds."""
-    return [
-        AccuracyRecord(
-            study=study, arm=arm, against=against, method=method, density=density, task=task,
-            dense=dense, sparse=sparse, seeds=seeds, metric=metric, epoch=epoch,
-            every=int(arm.removeprefix("local-")) if method == "local" else 1,
-        )
-        for method, density, arm, dense, sparse, seeds in runs
-    ]  # fmt: skip
-
-
-ACCURACY = (
-    *_study(
-        "local-steps-mlp",
-        "an MLP on digits, learning rate tuned",
-        ("exdyna", 0.001, "exdyna-0.001_momentum-0_lr-0.3", 98.3, 97.9, 3),
-        against="dense_lr-0.05",
-    ),
-    *_study(
-        "scarce",
-        "LeNet on CIFAR-10, 6 epochs",
-        ("exdyna", 0.001, "exdyna-0.001_without-momentum", 56.8, 52, 3),
-        ("powersgd", 0.01, "powersgd-0.01", 56.8, 55.9, 3),
-        ("exdyna", 0.01, "exdyna-0.01_without-momentum", 56.8, 54.2, 3),
-    ),
-    *_study(
-        "resnet18",
-        "ResNet-18 on CIFAR-10, 8 epochs",
-        ("exdyna", 0.001, "exdyna-0.001", 80.4, 30.7, 3),
-        ("topk", 0.001, "topk-0.001", 80.4, 62.9, 3),
-    ),
-    *_study(
-        "resnet18-long",
-        "ResNet-18 on CIFAR-10, 60 epochs, without momentum",
-        ("exdyna", 0.001, "exdyna-0.001_without-momentum", 93.3, 92.1, 3),
-        ("exdyna", 0.01, "exdyna-0.01_without-momentum", 93.3, 93.0, 3),
-    ),
-    *_study(
-        "resnet18-long",
-        "ResNet-18 on CIFAR-10, 60 epochs",
-        ("topk", 0.001, "topk-0.001", 93.3, 92.3, 3),
-    ),
-    *_study(
-        "gpt2-sparse",
-        "GPT-2 of 11 M parameters on WikiText-2, AdamW, 10 epochs",
-        ("exdyna", 0.001, "exdyna-0.001", 58.87, 140.1, 3),
-        ("topk", 0.001, "topk-0.001", 59.12, 70.4, 2),
-        ("exdyna", 0.01, "exdyna-0.01", 58.87, 73.13, 3),
-        metric="perplexity",
-    ),
-    *_study(
-        _FEW_BYTES,
-        "GPT-2 of 11 M parameters on WikiText-2, AdamW, best of 10 epochs",
-        ("local", 1.0, "local-2", 55.57, 56.055, 2),
-        ("local", 1.0, "local-4", 55.57, 56.51, 3),
-        ("local", 1.0, "local-8", 55.57, 58.72, 3),
-        ("local", 1.0, "local-16", 55.57, 61.77, 3),
-        ("powersgd", 0.012, "powersgd", 55.57, 71.33, 1),
-        metric="perplexity",
-        epoch="best",
-    ),
-    *_study(
-        "sst2",
-        "a small transformer on SST-2 with AdamW",
-        ("exdyna", 0.01, "exdyna-0.01", 77.6, 78.1, 3),
-        ("topk", 0.01, "topk-0.01", 77.6, 77.6, 3),
-        ("powersgd", 0.01, "powersgd-0.01", 77.6, 77.5, 3),
-    ),
-    *_study(
-        "together-cnn",
-        "LeNet on CIFAR-10, 10 epochs",
-        ("topk", 0.01, "d-rr_topk-0.01", 53.5, 51.4, 3),
-        against="d-rr_dense",
-    ),
-)
+ACCURACY = tuple(
+    AccuracyRecord(*row)
+    for row in (
+        ("local-steps-mlp", "exdyna", 0.001, "exdyna-0.001_momentum-0_lr-0.3", 98.3, 97.9, 3,
+         "dense_lr-0.05"),
+        ("scarce", "exdyna", 0.001, "exdyna-0.001_without-momentum", 56.8, 52, 3),
+        ("scarce", "powersgd", 0.01, "powersgd-0.01", 56.8, 55.9, 3),
+        ("scarce", "exdyna", 0.01, "exdyna-0.01_without-momentum", 56.8, 54.2, 3),
+        ("resnet18", "exdyna", 0.001, "exdyna-0.001", 80.4, 30.7, 3),
+        ("resnet18", "topk", 0.001, "topk-0.001", 80.4, 62.9, 3),
+        ("resnet18-long", "exdyna", 0.001, "exdyna-0.001_without-momentum", 93.3, 92.1, 3),
+        ("resnet18-long", "exdyna", 0.01, "exdyna-0.01_without-momentum", 93.3, 93.0, 3),
+        ("resnet18-long", "topk", 0.001, "topk-0.001", 93.3, 92.3, 3),
+        ("gpt2-sparse", "exdyna", 0.001, "exdyna-0.001", 58.87, 140.1, 3),
+        ("gpt2-sparse", "topk", 0.001, "topk-0.001", 59.12, 70.4, 2),
+        ("gpt2-sparse", "exdyna", 0.01, "exdyna-0.01", 58.87, 73.13, 3),
+        ("2026-11-18-few-bytes-h200", "local", 1.0, "local-2", 55.57, 56.055, 2),
+        ("2026-11-18-few-bytes-h200", "local", 1.0, "local-4", 55.57, 56.51, 3),
+        ("2026-11-18-few-bytes-h200", "local", 1.0, "local-8", 55.57, 58.72, 3),
+        ("2026-11-18-few-bytes-h200", "local", 1.0, "local-16", 55.57, 61.77, 3),
+        ("2026-11-18-few-bytes-h200", "powersgd", 0.012, "powersgd", 55.57, 71.33, 1),
+        ("sst2", "exdyna", 0.01, "exdyna-0.01", 77.6, 78.1, 3),
+        ("sst2", "topk", 0.01, "topk-0.01", 77.6, 77.6, 3),
+        ("sst2", "powersgd", 0.01, "powersgd-0.01", 77.6, 77.5, 3),
+        ("together-cnn", "topk", 0.01, "d-rr_topk-0.01", 53.5, 51.4, 3, "d-rr_dense"),
+    )
+)  # fmt: skip
 """Every task at the best setting that was tried there."""
 
 

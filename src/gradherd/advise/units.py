@@ -31,7 +31,7 @@ def parse_rate(text: str) -> float:
     return rate
 
 
-def parse_seconds(text: str, *, zero: bool = True) -> float:
+def parse_seconds(text: str) -> float:
     """Parse a time; without a unit it is in seconds.
 
     >>> parse_seconds("50us"), parse_seconds("80 ms"), parse_seconds("0.1")
@@ -42,9 +42,7 @@ def parse_seconds(text: str, *, zero: bool = True) -> float:
         raise ValueError(f"{text!r} is not a time: write 80ms, 50us or 0.1 (seconds)")
     # Rounded, so that 50us is 5e-05 and not 4.9999999999999996e-05.
     value = float(f"{float(match[1]) * _SECONDS[match[2].lower()]:.12g}")
-    if zero and value == 0:
-        return 0.0
-    return _positive(value, text)
+    return _positive(value, text) if value else 0.0
 
 
 def parse_count(text: str) -> float:

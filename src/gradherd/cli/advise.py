@@ -18,7 +18,7 @@ from gradherd.advise.units import (
     parse_rate,
     parse_seconds,
 )
-from gradherd.cli.parser import Arg, UsageError, one_of, usage_errors, whole
+from gradherd.cli.parser import Arg, UsageError, usage_errors, whole
 from gradherd.cli.terminal import print_json, print_table, say, terminal_width, under_torchrun
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
 
@@ -64,15 +64,8 @@ class AdviseCommand:
         float | None, Arg(metavar="COUNT", default="that of --model", parse=parse_count)
     ] = None
     """Number of parameters, such as 25M or 7e9."""
-    model: Annotated[
-        str | None,
-        Arg(
-            metavar="NAME",
-            help=f"Instead of --params and --backward: {', '.join(MODELS)}, as measured on one "
-            "H200.",
-            parse=one_of(MODELS),
-        ),
-    ] = None
+    model: Annotated[str | None, Arg(known=MODELS)] = None
+    """Instead of --params and --backward: {known}, as measured on one H200."""
     workers: Annotated[int, Arg(parse=whole(1, 1 << 24))] = 4
     """Number of workers."""
     bandwidth: Annotated[float | None, Arg(metavar="BITS", default="10G", parse=parse_rate)] = None
@@ -95,7 +88,7 @@ class AdviseCommand:
     """Rank of PowerSGD."""
     side: float = 1024
     """Typical number of rows and columns of the model's matrices, for PowerSGD."""
-    device: Annotated[str, Arg(parse=one_of(DEVICES))] = "cuda"
+    device: Annotated[str, Arg(known=DEVICES)] = "cuda"
     """cuda or cpu: where gradients are. Decides how long selection takes, and where to measure."""
     overlap: Annotated[float | None, Arg(metavar="SHARE", default="1; cpu: 0")] = None
     """Share of the backward pass that a dense exchange can overlap with, in [0, 1]."""

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Annotated, Any
 
 from gradherd.cli.options import usable_device
-from gradherd.cli.parser import Arg, Count, Counts, Density, one_count, some_of, whole
+from gradherd.cli.parser import Arg, Count, Counts, Density, one_count, whole
 from gradherd.cli.terminal import print_json, print_table
 from gradherd.lab.bench import STEP_EXCHANGES
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
@@ -217,13 +217,9 @@ class BenchStepCommand(_BenchCommand):
     """Blocks of 4 steps to measure in each case; the median counts."""
     exchanges: Annotated[
         tuple[str, ...],
-        Arg(
-            metavar="A,B",
-            help=f"Other exchanges to time, of {', '.join(STEP_EXCHANGES)}.",
-            default="none",
-            parse=some_of(STEP_EXCHANGES),
-        ),
+        Arg(metavar="A,B", known=STEP_EXCHANGES, default="none"),
     ] = ()
+    """Other exchanges to time, of {known}."""
 
     def run(self) -> None:
         """Measure."""

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from gradherd.cli.options import (
-    EXCHANGES,
     MAX_SEEDS,
-    ORDERS,
     DensityOption,
     TaskArgument,
     TrainingOptions,
@@ -23,8 +21,9 @@ from gradherd.cli.options import (
     named_task,
     warn_of_divergence,
 )
-from gradherd.cli.parser import Arg, CommandFailed, UsageError, some_of, usage_errors, whole
+from gradherd.cli.parser import Arg, CommandFailed, UsageError, usage_errors, whole
 from gradherd.cli.terminal import print_json, torchrun_rank
+from gradherd.lab.train import exchange_names
 from gradherd.lab.train.config import Exchange, RunConfig, plan_runs, run_settings
 from gradherd.ordering.registry import POLICIES
 
@@ -68,22 +67,18 @@ class CompareCommand:
         tuple[str, ...] | None,
         Arg(
             metavar="A,B",
-            help=f"Orders of examples, separated by commas, from: {ORDERS}.",
+            known=POLICIES,
             default="d-rr, and cd-grab if nothing else is compared",
-            parse=some_of(POLICIES),
         ),
     ] = None
+    """Orders of examples, separated by commas, from: {known}."""
     sparsifiers: Annotated[
         tuple[Exchange, ...] | None,
-        Arg(
-            metavar="C,D",
-            help=f"Exchanges, separated by commas, from: {EXCHANGES}, and local-4: four steps "
-            "alone, then all coordinates in one bit. exdyna:0.02@30 has a density of its own, and "
-            "exchanges what 30 local steps have changed.",
-            default="dense",
-            parse=exchanges,
-        ),
+        Arg(metavar="C,D", known=exchange_names(), default="dense", parse=exchanges),
     ] = None
+    """Exchanges, separated by commas, from: {known}, and local-4: four steps alone, then all
+    coordinates in one bit. exdyna:0.02@30 has a density of its own, and exchanges what 30 local
+    steps have changed."""
     density: DensityOption = None
     """Share of the gradient that a sparsifier should send, in (0, 1]."""
     tune: Annotated[tuple[float, ...], Arg(metavar="lr=A,B", default="none", parse=_rates)] = ()

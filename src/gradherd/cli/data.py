@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from gradherd.cli.parser import Arg, CommandFailed, FolderOption, one_of, usage_errors
+from gradherd.cli.parser import Arg, CommandFailed, FolderOption, usage_errors
 from gradherd.cli.terminal import print_json, print_table, say
 from gradherd.lab.tasks.data_files import (
     LocalDataSet,
@@ -74,15 +74,8 @@ class DataGetCommand:
     Example: gradherd data get fashion-mnist
     """
 
-    set: Annotated[
-        str,
-        Arg(
-            metavar="NAME",
-            help=f"One of: {', '.join(DATASETS)}.",
-            positional=True,
-            parse=one_of(DATASETS),
-        ),
-    ]
+    set: Annotated[str, Arg(metavar="NAME", positional=True, known=DATASETS)]
+    """One of: {known}."""
     data_dir: FolderOption = None
     """Folder to put it into, instead of the cache folder."""
     json: bool = False

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from gradherd.cli.parser import Arg, Count, UsageError, some_of, whole
+from gradherd.cli.parser import Arg, Count, UsageError, whole
 from gradherd.cli.terminal import print_json, print_table
 from gradherd.ordering.registry import POLICIES, make_policy
 
@@ -33,14 +33,9 @@ class HerdingCommand:
     rounds: Annotated[int, Arg(parse=whole(0))] = 12
     """Number of rounds in which each policy reorders."""
     orders: Annotated[
-        tuple[str, ...],
-        Arg(
-            metavar="A,B",
-            help=f"Orders to compare, separated by commas, from: {', '.join(POLICIES)}.",
-            default="all of them",
-            parse=some_of(POLICIES),
-        ),
+        tuple[str, ...], Arg(metavar="A,B", known=POLICIES, default="all of them")
     ] = tuple(POLICIES)
+    """Orders to compare, separated by commas, from: {known}."""
     seed: Annotated[int, Arg(parse=whole(0, 2**32 - 1))] = 0
     """Seed of the vectors and of random orders."""
     json: bool = False

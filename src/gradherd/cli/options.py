@@ -29,9 +29,8 @@ from gradherd.cli.terminal import under_torchrun
 from gradherd.lab.tasks.data_files import find_dataset
 from gradherd.lab.train import POWERSGD, ROWS, exchange_names
 from gradherd.lab.train.config import Exchange, RunSetting, run_settings
-from gradherd.ordering.registry import POLICIES
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
-from gradherd.sparsify.registry import SPARSIFIERS, takes_density
+from gradherd.sparsify.registry import takes_density
 
 if TYPE_CHECKING:
     import torch
@@ -40,10 +39,6 @@ if TYPE_CHECKING:
     from gradherd.lab.train.config import RunConfig
     from gradherd.lab.train.record import RunRecord
 
-# Names in help texts come from the registries: a new method needs no edit here.
-ORDERS = ", ".join(POLICIES)
-METHODS = ", ".join(SPARSIFIERS)
-EXCHANGES = ", ".join(exchange_names())
 DensityOption = Annotated[float | None, Arg(default=f"{DEFAULT_DENSITY:g}", parse=share)]
 TaskArgument = Annotated[str, Arg(metavar="TASK", positional=True)]
 MAX_PROCESSES = 256
@@ -216,7 +211,7 @@ def exchanges(text: str) -> tuple[Exchange, ...]:
             ) from None
         found.append(Exchange(name, density, local_steps))
     if not found:
-        raise ValueError(f"must name at least one of {EXCHANGES}")
+        raise ValueError(f"must name at least one of {', '.join(exchange_names())}")
     # Given twice it would train twice, into the same folder.
     return tuple(dict.fromkeys(found))
 

@@ -27,7 +27,7 @@ from gradherd.sparsify.registry import SPARSIFIERS
 _KINDS: dict[Any, tuple[str, str]] = {
     int: ("INT", "a whole number"),
     float: ("FLOAT", "a number"),
-    str: ("STR", "a word"),
+    str: ("NAME", "a word"),
     Path: ("PATH", "a path"),
 }
 """Type of an option -> what help calls its value, and what an error says that it must be."""
@@ -78,7 +78,9 @@ class Arg:
 
     metavar: str | None = None
     help: str | None = None
-    """Instead of the text below the field, which cannot name what a registry holds."""
+    """Instead of the text below the field."""
+    known: Iterable[str] = ()
+    """All names that it takes; {known} in its text stands for them. A tuple takes several."""
     default: str | None = None
     """What is said of the default instead of its value; nothing if empty."""
     positional: bool = False
@@ -220,8 +222,9 @@ def parse(command: type[T], prog: str, words: Sequence[str]) -> T:
         UsageError: What is wrong, with which value.
         SystemExit: With code 0, after help was asked for and printed.
     """
-    options = [one for one in _options(command) if isinstance(one, _Option) and one.arg.positional]
-    names = [f"[{one.metavar} ...]" if one.many else one.metavar for one in options]
+    options = list(_options(command))
+    positionals = [one for one in options if one.arg.positional]
+    names = [f"[{one.metavar} ...]" if one.many else one.metavar for one in positionals]
     parser = argparse.ArgumentParser(
         prog=prog,
         description=_description(command),
@@ -230,7 +233,13 @@ def parse(command: type[T], prog: str, words: Sequence[str]) -> T:
         allow_abbrev=False,
         exit_on_error=False,
     )
-    _add_options(parser, command)
+    groups: dict[type, Any] = {command: parser}
+    for one in options:
+        if one.owner not in groups:
+            # Its docstring tells what the options have in common.
+            about = "\n".join(wrap(str(inspect.getdoc(one.owner)), terminal_width() - 2))
+            groups[one.owner] = parser.add_argument_group(f"{one.group} options", about)
+        one.add_to(groups[one.owner])
     try:
         values, rest = parser.parse_known_intermixed_args(list(words))
     except argparse.ArgumentError as error:
@@ -238,12 +247,18 @@ def parse(command: type[T], prog: str, words: Sequence[str]) -> T:
         wrong = f"{error.argument_name}{colon} {error.message}"
         raise UsageError(f"{wrong} (see {prog} --help)") from None
     if rest:
-        near = did_you_mean(rest[0].partition("=")[0], _flags(command))
+        near = did_you_mean(rest[0].partition("=")[0], [one.flag for one in options])
         raise UsageError(f"there is no option or argument {rest[0]} here{near} (see {prog} --help)")
+    filled: dict[type, dict[str, Any]] = {owner: {} for owner in groups}
     for one in options:
-        if getattr(values, one.name) is MISSING:
+        value = getattr(values, one.name)
+        if value is MISSING:
             raise UsageError(f"{one.metavar} is missing: {one.help} (see {prog} --help)")
-    return _filled(command, values)
+        filled[one.owner][one.name] = tuple(value) if isinstance(value, list) else value
+    for one in options:
+        if one.group:
+            filled[command][one.group] = one.owner(**filled[one.owner])
+    return command(**filled[command])
 
 
 @dataclass(frozen=True)
@@ -257,6 +272,14 @@ class _Option:
     arg: Arg
     text: str
     """What is below the field."""
+    owner: type
+    """The dataclass that it is a field of."""
+    group: str
+    """The field of the command that holds this dataclass; empty for the command's own options."""
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
 
     @property
     def metavar(self) -> str:
@@ -268,6 +291,7 @@ class _Option:
     @property
     def help(self) -> str:
         text = self.text if self.arg.help is None else self.arg.help
+        text = text.replace("{known}", ", ".join(self.arg.known))
         shown = self.arg.default
         if shown is None and self.kind is not bool and self.default not in (MISSING, None, (), ""):
             several = isinstance(self.default, tuple)
@@ -290,10 +314,9 @@ class _Option:
 
     def add_to(self, group: Any) -> None:
         """Declare this option to argparse."""
-        flag = f"--{self.name.replace('_', '-')}"
         shown: dict[str, Any] = {"default": self.default, "help": self.help.replace("%", "%%")}
         if self.kind is bool:
-            group.add_argument(flag, action="store_true", **shown)
+            group.add_argument(self.flag, action="store_true", **shown)
             return
         shown |= {"type": self.convert, "metavar": self.metavar}
         if self.many:
@@ -301,44 +324,28 @@ class _Option:
         if self.arg.positional:
             group.add_argument(self.name, **{"nargs": "?", **shown})
         else:
-            group.add_argument(flag, **shown, **({"action": "extend"} if self.many else {}))
+            group.add_argument(self.flag, **shown, **({"action": "extend"} if self.many else {}))
 
 
-def _options(command: type) -> Iterator["_Option | tuple[str, type]"]:
-    """Yield the options of a dataclass; for a group of options its name and its dataclass."""
-    hints, texts = typing.get_type_hints(command, include_extras=True), field_texts(command)
-    for field in dataclasses.fields(command):
-        kind, arg = hints[field.name], Arg()
+def _options(owner: type, group: str = "") -> Iterator[_Option]:
+    """Yield the options of a dataclass and of the groups in it."""
+    hints, texts = typing.get_type_hints(owner, include_extras=True), field_texts(owner)
+    for field in dataclasses.fields(owner):
+        name, kind, arg = field.name, hints[field.name], Arg()
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            yield field.name, kind
+            yield from _options(kind, name)
             continue
         if typing.get_origin(kind) is Annotated:
             kind, arg = typing.get_args(kind)
         if typing.get_origin(kind) in (typing.Union, types.UnionType):
             kind = next(one for one in typing.get_args(kind) if one is not type(None))
-        many = arg.many
-        if typing.get_origin(kind) is tuple and arg.parse is None:
+        many, several = arg.many, typing.get_origin(kind) is tuple
+        if arg.known and arg.parse is None:
+            reader = some_of(arg.known) if several else one_of(arg.known)
+            arg = dataclasses.replace(arg, parse=reader)
+        if several and arg.parse is None:
             kind, many = typing.get_args(kind)[0], True
-        yield _Option(field.name, kind, many, field.default, arg, texts.get(field.name, ""))
-
-
-def _flags(command: type) -> Iterator[str]:
-    for one in _options(command):
-        if isinstance(one, _Option):
-            yield f"--{one.name.replace('_', '-')}"
-        else:
-            yield from _flags(one[1])
-
-
-def _add_options(group: Any, command: type) -> None:
-    for one in _options(command):
-        if isinstance(one, _Option):
-            one.add_to(group)
-        else:
-            # Its docstring tells what the options have in common.
-            name, kind = one
-            about = "\n".join(wrap(str(inspect.getdoc(kind)), terminal_width() - 2))
-            _add_options(group.add_argument_group(f"{name} options", about), kind)
+        yield _Option(name, kind, many, field.default, arg, texts.get(name, ""), owner, group)
 
 
 def _description(command: type) -> str:
@@ -351,15 +358,3 @@ def _description(command: type) -> str:
         lines = wrap(prose, terminal_width()) + [f"Example: {one.strip()}" for one in examples]
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
-
-
-def _filled(command: type[T], values: argparse.Namespace) -> T:
-    """Return the dataclass with what was parsed."""
-    filled: dict[str, Any] = {}
-    for one in _options(command):
-        if isinstance(one, _Option):
-            value = getattr(values, one.name)
-            filled[one.name] = tuple(value) if isinstance(value, list) else value
-        else:
-            filled[one[0]] = _filled(one[1], values)
-    return command(**filled)

@@ -7,14 +7,12 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from gradherd.cli.options import METHODS, ORDERS
 from gradherd.cli.parser import (
     Arg,
     Density,
     FileArgument,
     FolderOption,
     UsageError,
-    one_of,
     usage_errors,
     whole,
 )
@@ -53,20 +51,14 @@ class ReplayOrderCommand:
 
     file: FileArgument
     """Array (workers, units, dim) in numpy's .npy format."""
-    order: Annotated[str, Arg(help=f"Policy, one of: {ORDERS}.", parse=one_of(POLICIES))] = (
-        "cd-grab"
-    )
+    order: Annotated[str, Arg(known=POLICIES)] = "cd-grab"
+    """Policy, one of: {known}."""
     rounds: Annotated[int, Arg(parse=whole(0))] = 10
     """Number of rounds in which the policy reorders."""
     start: Literal["identity", "random"] = "identity"
     """First order: as in the file (identity) or random."""
-    signs: Annotated[
-        str,
-        Arg(
-            help=f"Sign rule of the balancing policies, one of: {', '.join(SIGN_RULES)}.",
-            parse=one_of(SIGN_RULES),
-        ),
-    ] = "greedy"
+    signs: Annotated[str, Arg(known=SIGN_RULES)] = "greedy"
+    """Sign rule of the balancing policies, one of: {known}."""
     seed: Annotated[int, Arg(parse=whole(0))] = 0
     """Seed of all random choices."""
     json: bool = False
@@ -124,9 +116,8 @@ class ReplaySparsifyCommand:
 
     file: FileArgument
     """Array (steps, workers, dim) in numpy's .npy format."""
-    method: Annotated[
-        str, Arg(help=f"Sparsifier, one of: {METHODS}.", parse=one_of(SPARSIFIERS))
-    ] = "exdyna"
+    method: Annotated[str, Arg(known=SPARSIFIERS)] = "exdyna"
+    """Sparsifier, one of: {known}."""
     density: Density = DEFAULT_DENSITY
     """Share of the elements to send, in (0, 1]; dense sends all."""
     threshold: Annotated[Literal["consensus", "online"] | None, Arg(default="consensus")] = None

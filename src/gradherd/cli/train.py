@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from gradherd.cli.options import (
-    EXCHANGES,
-    ORDERS,
     DensityOption,
     TaskArgument,
     TrainingOptions,
@@ -17,7 +15,7 @@ from gradherd.cli.options import (
     named_task,
     warn_of_divergence,
 )
-from gradherd.cli.parser import Arg, UsageError, one_of, usage_errors, whole
+from gradherd.cli.parser import Arg, UsageError, usage_errors, whole
 from gradherd.cli.terminal import print_json, print_table, torchrun_rank
 from gradherd.lab.train import exchange_names
 from gradherd.lab.train.config import RunConfig, run_settings, sparse_recipe
@@ -43,16 +41,10 @@ class TrainCommand:
 
     task: TaskArgument
     """Name of a task, or path/to/file.py:ClassName."""
-    order: Annotated[
-        str, Arg(help=f"Order of examples, one of: {ORDERS}.", parse=one_of(POLICIES))
-    ] = "d-rr"
-    sparsify: Annotated[
-        str,
-        Arg(
-            help=f"How gradients are exchanged, one of: {EXCHANGES}.",
-            parse=one_of(exchange_names()),
-        ),
-    ] = "dense"
+    order: Annotated[str, Arg(known=POLICIES)] = "d-rr"
+    """Order of examples, one of: {known}."""
+    sparsify: Annotated[str, Arg(known=exchange_names())] = "dense"
+    """How gradients are exchanged, one of: {known}."""
     density: DensityOption = None
     """Share of the gradient that a sparsifier should send, in (0, 1]."""
     local_steps: Annotated[int | None, Arg(metavar="H", default="none")] = None
