@@ -44,7 +44,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "cd-grab": {"order": "cd-grab"},
     "exdyna": {"sparsify": "exdyna", "density": 0.05},
     "local-1bit": {"local_steps": 4},
-    "fsdp2": {"order": "cd-grab", "parallel": "fsdp"},
 }
 """Ways of training, as settings of a run."""
 PEER_TIMEOUT = 20.0
