@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from benchmarks.model_steps import correlation
 from torch import Tensor, nn
 
-from gradherd.rows import Capture, held_layers, sink_maps
+from gradherd.rows import Capture, sink_maps
 from gradherd.rows.settings import SketchRows, TwoSidedRows
 from tests.rows.reference import loop_over_examples, mapped
 from tests.rows.zoo import BATCH, TRANSFORMERS, ZOO, Case, losses
@@ -625,21 +625,6 @@ def test_more_columns_for_models_with_tokens() -> None:
 def test_bad_settings(bad: dict) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(bad))} must be"):
         TwoSidedRows(**bad)
-
-
-def test_columns_do_not_wait_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rows() -> torch.Tensor:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
-        capture = Capture(model, TwoSidedRows(rank=2, size=64))
-        for _ in range(8):  # past the batches that are checked
-            model(torch.randn(3, 4, 6)).square().sum().backward()
-            found = capture.pop_rows(3)
-        return found
-
-    expected = rows()
-    monkeypatch.setattr(held_layers, "MOST_WAITING", 40)  # about one layer
-    torch.testing.assert_close(rows(), expected)
 
 
 def test_a_model_that_cannot_run_without_gradients() -> None:

@@ -43,12 +43,6 @@ class ForwardContext:
     buffers: dict[Tensor, Tensor]
     """Values of buffers that this forward may both change and depend on (spectral norm)."""
 
-    @property
-    def autocast_dtype(self) -> torch.dtype | None:
-        """Dtype of autocast, or None if it is off."""
-        _, enabled, dtype = self.autocast
-        return dtype if enabled else None
-
     @classmethod
     def save(cls, module: nn.Module) -> "ForwardContext":
         """Save the context of `module`; call it right before the forward."""

@@ -1,8 +1,8 @@
-"""What waits for the end of a backward: columns of layers, and on a GPU whole layers.
+"""What waits for the end of a backward: rows of layers, and on a GPU whole layers.
 
-Autograd would add up the rows of all layers one by one. Instead they wait, and those that are alike
-are finished together. Where kernels serve a layer, its input and gradient wait, too, so that one
-launch serves several layers: launching costs more than computing.
+Rows are added up as they come, in place, which autograd would not do. Where kernels serve a layer,
+its input and gradient wait, so that one launch serves several layers: launching costs more than
+computing.
 
 Shapes: n examples, T positions, N elements of a sink.
 """
@@ -15,10 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradherd.rows.sink_maps import FilterMap, Map, MatrixMap, VectorMap, finish_all
+from gradherd.rows.sink_maps import FilterMap, MatrixMap, VectorMap
 
-MOST_WAITING = 1 << 24
-"""Elements of columns that wait for the end of a backward."""
 MOST_HELD = 16
 """Layers of one kind that wait for each other."""
 _FREE_BYTES = 1 << 25
@@ -220,28 +218,26 @@ _Member = tuple[HeldUse, Tensor, Tensor, int, int]
 
 
 class WaitingRows:
-    """Columns of layers that share a sink, and layers themselves, until all have run."""
+    """Rows of layers that share a sink, and layers themselves, until all have run."""
 
     def __init__(self, memory: HeldMemory) -> None:
-        self._columns: dict[Any, tuple[list[Map], list[Tensor]]] = {}
         self._held: dict[Any, list[_Member]] = {}
         self._bytes: dict[Any, int] = {}  # by the same
-        self._elements = 0
-        self._sums: list[Tensor] = []
+        self._total: Tensor | None = None
         self._memory = memory
         self.sizes: set[int] = set()
-        """Numbers of examples of the columns."""
+        """Numbers of examples of the rows."""
 
-    def add(self, one: Map, columns: Tensor) -> None:
-        """Let columns of a map wait."""
-        alike = (type(one), one.size, columns.shape, columns.dtype)
-        maps, waiting = self._columns.setdefault(alike, ([], []))
-        maps.append(one)
-        waiting.append(columns)
-        self.sizes.add(columns.shape[0])
-        self._elements += columns.numel()
-        if self._elements > MOST_WAITING:
-            self._finish_columns()
+    def add(self, rows: Tensor) -> None:
+        """Add rows (n, N), which are changed."""
+        self.sizes.add(rows.shape[0])
+        total = self._total
+        if total is None:
+            self._total = rows
+            return
+        if len(rows) > len(total):  # only in a step that will be refused
+            total = self._total = F.pad(total, (0, 0, 0, len(rows) - len(total)))
+        total[: len(rows)].add_(rows)
 
     def hold(self, use: HeldUse, inputs: Tensor, grads: Tensor) -> bool:
         """Let a layer wait; return whether kernels can serve it."""
@@ -255,7 +251,6 @@ class WaitingRows:
                 return False
             group = self._held[alike] = []
             self._bytes[alike] = 0
-            self.sizes.add(grads.shape[0])
         group.append((use, inputs, grads, inputs._version, grads._version))
         self._bytes[alike] += self._memory.add(inputs, grads)
         if len(group) == MOST_HELD:
@@ -289,21 +284,12 @@ class WaitingRows:
         if key not in plans:
             plans[key] = first.plan(inputs, grads, len(group), aligned % 16 == 0)
         found = plans[key](table)
-        self._sums.append(first.one.shape_rows(found[0] if len(found) == 1 else found.sum(0)))
-
-    def _finish_columns(self) -> None:
-        self._sums += [finish_all(*each) for each in self._columns.values()]
-        self._columns, self._elements = {}, 0
+        self.add(first.one.shape_rows(found[0] if len(found) == 1 else found.sum(0)))
 
     def rows(self, sink: Tensor) -> Tensor:
         """Return the rows of all, in the shape of the sink."""
         for alike in list(self._held):
             self.launch(alike)
-        self._finish_columns()
-        first, *others = self._sums
-        total = first.to(sink.dtype)
-        if len(total) != len(sink):
-            total = F.pad(total, (0, 0, 0, len(sink) - len(total)))
-        for one in others:
-            total[: len(one)].add_(one)
-        return total
+        assert self._total is not None
+        total = self._total.to(sink.dtype)
+        return F.pad(total, (0, 0, 0, len(sink) - len(total))) if len(sink) > len(total) else total

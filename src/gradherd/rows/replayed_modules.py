@@ -207,5 +207,5 @@ class ReplayedModule(SketchedLayer):
                 rows[:, self.vector.parts[local]] = at_least_float32(own)
         self.pool.seconds += time.perf_counter() - started
         waiting, handed = self.pool.waiting_for(sink)
-        waiting.add(self.vector, rows)
+        waiting.add(rows)
         return handed

@@ -91,8 +91,8 @@ class Tap(torch.autograd.Function):
             if vector is not None:
                 vector = layer.padded(layer.vector.finish(vector))
             return (passed, None, matrix, vector, *nothing)
-        # Rows of all layers wait, and are finished together: each by itself, and added up by
-        # autograd, would take many launches. Autograd only tells when all layers have run.
+        # Rows of all layers wait: added up by autograd, they would be copied. Autograd only tells
+        # when all layers have run.
         if torch.is_grad_enabled():  # create_graph=True
             passed = SecondBackward.apply(passed, layer.pool)  # type: ignore[no-untyped-call]
             with torch.no_grad():
@@ -203,7 +203,7 @@ class SinkPool:
             return sinks[key, width]
 
         for layer in self.layers:
-            # Where rows are long, only graphs need a sink of their length: see `wait`.
+            # Where rows are long, only graphs need a sink of their length: see `waiting_for`.
             alone, graph = 0 if layer.has_own_sinks else None, None if layer.compiles else 0
             for keys, name, wide in ((layer.keys, "shared", graph), (layer.own_keys, "own", alone)):
                 pairs = zip(layer.maps, keys, strict=True)
@@ -241,7 +241,7 @@ class SinkPool:
             maps = (layer.matrix_map(use), layer.vector)
             for one, columns, sink in zip(maps, found, sinks, strict=True):
                 if columns is not None:
-                    self.waiting_for(sink)[0].add(one, columns)
+                    self.waiting_for(sink)[0].add(one.finish(columns))
         while self._memory.held > self._memory.room:
             waiting = max(self._waiting.values(), key=lambda one: one.largest()[0])
             waiting.launch(waiting.largest()[1])
@@ -267,7 +267,7 @@ class SinkPool:
         assert rows is not None
         self.on_arrival()  # may have the rows of an earlier backward taken
         # What waits here; the gradient itself is what compiled layers have handed over, on top of
-        # the zeros from `wait`.
+        # the zeros from `waiting_for`.
         waiting = self._waiting.pop((current_backward(), id(sink)), None)
         before = self.arrived.get(key)
         if waiting is None:

@@ -22,7 +22,7 @@ k buckets of a tensor sketch, N elements of a vector.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -84,14 +84,12 @@ class MapTensors:
 class Map:
     """What takes a gradient to columns of a row.
 
-    In two steps, so that what many maps have in common is done once: `columns_of` takes it
-    to columns without signs, `finish` gives them their signs and their shape.
+    In two steps: `columns_of` takes it to columns without signs, `finish` gives them their signs,
+    their shape and the precision of rows.
     """
 
     size: int
     """Columns."""
-    has_signs = True
-    """Whether `finish` multiplies by signs."""
 
     def __init__(self) -> None:
         self.store: MapTensors | None = None
@@ -114,17 +112,6 @@ class Map:
     def shape_rows(self, signed: Tensor) -> Tensor:
         """Return columns that have their signs as rows (B, size)."""
         return signed
-
-
-def finish_all(maps: Sequence[Map], columns: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the rows of several maps of one kind, whose columns have one shape."""
-    if len(maps) == 1:
-        return maps[0].finish(columns[0])
-    total = torch.stack(tuple(columns))
-    if maps[0].has_signs:
-        signs = torch.stack([one.tensor("signs") for one in maps])
-        total = total * signs.view(len(maps), *(1,) * (total.dim() - 2), -1)
-    return maps[0].shape_rows(total.sum(0))
 
 
 class MatrixMap(Map):
@@ -264,8 +251,6 @@ class FilterMap(MatrixMap):
 class OuterMap(Map):
     """Sketches the outer product of two vectors: (rows, columns) to a spectrum of k buckets."""
 
-    has_signs = False
-
     def __init__(
         self, shape: tuple[int, int], *, buckets: int, seed: int, name: str, like: Tensor
     ) -> None:
@@ -348,8 +333,6 @@ class OuterMap(Map):
 
 class WholeMap(Map):
     """Keeps a weight's gradient as it is, row by row."""
-
-    has_signs = False
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         """Keep the shape of the weight."""
