@@ -13,7 +13,8 @@ pytest.importorskip("triton")
 from gradherd import OrderedSampler, attach
 from gradherd.hooks import row_sources, transports
 from gradherd.hooks.row_sources import BatchGradientSource
-from gradherd.ordering import balance, device_signs, grab, pair_grab
+from gradherd.ordering import balance, device_signs
+from gradherd.ordering import policy as policies
 from gradherd.rows.settings import SketchRows
 from gradherd.rows.sketch import CountSketch, count_sketch
 from gradherd.rows.triton_sketches import GradientSketcher, sketch_columns
@@ -150,8 +151,7 @@ def test_whole_batches_are_ordered_without_waiting_for_the_device(policy, monkey
             monkeypatch.setattr(module, name, here)
         monkeypatch.setattr(row_sources, "has_kernels", lambda device, here=here: bool(here))
         if here:
-            for module in (grab, pair_grab):
-                monkeypatch.setattr(module, "balance", None)  # what the host would sign with
+            monkeypatch.setattr(policies, "balance", None)  # what the host would sign with
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2)).to(DEVICE)
         sampler = OrderedSampler(data, policy, batch_size=4, unit=4)
