@@ -24,9 +24,11 @@ from gradherd.lab.report.svg import (
     svg_text,
 )
 from gradherd.lab.study.file import Arm, Study, from_table, has_type
-from gradherd.lab.study.kinds import kind_of, method_names
+from gradherd.lab.study.kinds import kind_of
 from gradherd.lab.study.results import RunResult
 from gradherd.lab.text import check_known, printable, significant
+from gradherd.ordering.registry import POLICIES
+from gradherd.sparsify.registry import SPARSIFIERS
 from studies.evidence.chart_file import chart_file, svg_head
 
 Results = Mapping[str, Sequence[RunResult]]
@@ -153,7 +155,7 @@ def _draw(figure: Figure, results: Results, reference: Sequence[RunResult]) -> s
         return None
     # After the lines are known: what they share depends on which arms have results.
     names = short_names([line.name for line in lines])
-    styles = line_styles(names, method_names())
+    styles = line_styles(names, (tuple(POLICIES), tuple(SPARSIFIERS)))
     x_words = {"bytes": "MB sent per worker"}.get(figure.x, figure.x.replace("_", " "))
     return chart_file(
         figure.title,

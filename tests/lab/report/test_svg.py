@@ -14,7 +14,10 @@ from gradherd.lab.report.svg import (
     line_styles,
     page_chart,
 )
-from gradherd.lab.study.kinds import method_names
+from gradherd.ordering.registry import POLICIES
+from gradherd.sparsify.registry import SPARSIFIERS
+
+REGISTERED = (tuple(POLICIES), tuple(SPARSIFIERS))
 
 
 def test_marks_of_an_axis():
@@ -55,15 +58,15 @@ def test_lines_and_words_can_be_read(dark):
 
 
 def test_a_method_looks_the_same_everywhere_and_unlike_the_others():
-    for names in method_names():
-        styles = dict(zip(names, line_styles(names, method_names()), strict=True))
+    for names in REGISTERED:
+        styles = dict(zip(names, line_styles(names, REGISTERED), strict=True))
         assert len(set(styles.values())) == len(names)
         for some in itertools.combinations(names, 2):
-            assert line_styles(some, method_names()) == [styles[name] for name in some]
+            assert line_styles(some, REGISTERED) == [styles[name] for name in some]
 
 
 def test_a_method_that_is_added_later_has_a_style_of_its_own():
-    registered = [[*names, "mine"] for names in method_names()]
+    registered = [[*names, "mine"] for names in REGISTERED]
     base, known, mine = line_styles(["d-rr", "cd-grab", "mine"], registered)
     assert (base, known) == (0, 1) and mine not in (base, known)
     assert line_styles(["mine", "shuffle-once"], registered)[0] == mine

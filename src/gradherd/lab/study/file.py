@@ -9,7 +9,6 @@ import itertools
 import math
 import re
 import tomllib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
@@ -163,7 +162,6 @@ def parse_study(tables: Mapping[str, Any], *, name: str, folder: Path) -> Study:
     )
     # Last, because these compare parts of the file with each other.
     _check_sources(study)
-    _check_result_files(study)
     _check_names(study)
     return study
 
@@ -211,37 +209,33 @@ def _check_sources(study: Study) -> None:
         raise ValueError(f"[sources] names {', '.join(unused)}, which nothing sets")
 
 
-def _check_result_files(study: Study) -> None:
-    """Refuse arms that would share a result file: file names allow fewer characters than names."""
+def _check_names(study: Study) -> None:
+    """Refuse arms that would share a result file, and claims about what the study does not have."""
     owners: dict[str, str] = {}
     for arm in study.arms:
-        file = result_path(Path(), arm.name).name.lower()  # Some file systems ignore case.
+        # File names allow fewer characters than names, and some file systems ignore case.
+        file = result_path(Path(), arm.name).name.lower()
         if owners.setdefault(file, arm.name) != arm.name:
             raise ValueError(
                 f"arms {owners[file]!r} and {arm.name!r} would share the file {file}: "
                 "give one of them another label"
             )
-
-
-def _check_names(study: Study) -> None:
-    known = [arm.name for arm in study.arms]
-    counts = Counter(claim.id for claim in study.claims)
-    if counts and counts.most_common(1)[0][1] > 1:
-        raise ValueError(f"two claims are called {counts.most_common(1)[0][0]!r}")
+    arms = {arm.name: arm for arm in study.arms}
+    ids: set[str] = set()
     for claim in study.claims:
+        if claim.id in ids:
+            raise ValueError(f"two claims are called {claim.id!r}")
+        ids.add(claim.id)
         for name in (claim.arm, claim.against):
-            if name is not None:
-                check_known(f"arm of claim {claim.id}", name, known)
-                _check_epoch(claim, study, study.arms[known.index(name)])
-
-
-def _check_epoch(claim: Claim, study: Study, arm: Arm) -> None:
-    # Otherwise the claim would stay unmeasured, however often the study runs.
-    last = {**study.settings, **arm.settings}.get("epochs")
-    if claim.epoch is not None and isinstance(last, int) and claim.epoch > last:
-        raise ValueError(
-            f"claim {claim.id}: there is no epoch {claim.epoch}, {arm.name!r} has {last}"
-        )
+            if name is None:
+                continue
+            check_known(f"arm of claim {claim.id}", name, tuple(arms))
+            # Otherwise the claim would stay unmeasured, however often the study runs.
+            last = {**study.settings, **arms[name].settings}.get("epochs")
+            if claim.epoch is not None and isinstance(last, int) and claim.epoch > last:
+                raise ValueError(
+                    f"claim {claim.id}: there is no epoch {claim.epoch}, {name!r} has {last}"
+                )
 
 
 def from_table(cls: Any, what: str, table: Mapping[str, Any]) -> Any:

@@ -32,14 +32,6 @@ NUMBER = (int, float)
 """TOML reads 1 as an integer where 1.0 is meant."""
 
 
-def method_names() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of all orders and of all sparsifiers.
-
-    Reports get the names from here: they read records and import no tensor code themselves.
-    """
-    return tuple(POLICIES), tuple(SPARSIFIERS)
-
-
 def balances_gradients(order: str) -> bool:
     """Return whether an order of this name balances gradients; False if the name is unknown."""
     # Score orders read gradients, too, but a gain of theirs is not due to balancing.

@@ -67,20 +67,34 @@ class RunResult:
     """Start time, UTC, ISO 8601."""
 
     def record(self) -> RunRecord:
-        """Return the record of a training run."""
-        settings = dict(self.settings)
-        return from_columns(
-            self.about,
-            self.figures,
-            order=settings["order"],
-            sparsify=settings["sparsify"],
-            density=settings["density"],
-            seed=self.seed,
-            config={**settings, "seed": self.seed},
-            versions=dict(self.versions),
-            hardware=dict(self.hardware),
-            started=self.started,
-            status=self.status,
+        """Return the record of a training run, as far as it is stored."""
+        settings, columns = dict(self.settings), dict(self.figures)
+        count, steps = columns.pop("epochs"), columns.pop("density_by_step", None)
+        rows = [
+            {
+                "epoch": at + 1,
+                **{k: v[at] if isinstance(v, list) else v for k, v in columns.items()},
+            }
+            for at in range(count)
+        ]
+        names = ("step", "mean", "min", "max")
+        points = zip(*(steps[name] for name in names), strict=True) if steps else ()
+        return RunRecord.from_json(
+            {
+                **self.about,
+                "format": RECORD_FORMAT,
+                "order": settings["order"],
+                "sparsify": settings["sparsify"],
+                "density": settings["density"],
+                "seed": self.seed,
+                "config": {**settings, "seed": self.seed},
+                "versions": dict(self.versions),
+                "hardware": dict(self.hardware),
+                "started": self.started,
+                "status": self.status,
+                "epochs": rows,
+                "density_by_step": [dict(zip(names, point, strict=True)) for point in points],
+            }
         )
 
 
@@ -276,22 +290,3 @@ def _column(name: str, values: list[Any]) -> Any:
         return statistics.fmean(values)
     # Bytes and steps are the same in every epoch of most runs.
     return values[0] if all(value == values[0] for value in values) else values
-
-
-def from_columns(about: Mapping[str, Any], figures: Mapping[str, Any], **others: Any) -> RunRecord:
-    """Return the record that `describe_run` and `to_columns` describe, as far as it is stored."""
-    columns = dict(figures)
-    count, steps = columns.pop("epochs"), columns.pop("density_by_step", None)
-    rows = [
-        {
-            "epoch": at + 1,
-            **{k: v[at] if isinstance(v, list) else v for k, v in columns.items()},
-        }
-        for at in range(count)
-    ]
-    names = ("step", "mean", "min", "max")
-    points = zip(*(steps[name] for name in names), strict=True) if steps else ()
-    densities = [dict(zip(names, point, strict=True)) for point in points]
-    return RunRecord.from_json(
-        {"format": RECORD_FORMAT, **about, **others, "epochs": rows, "density_by_step": densities}
-    )
