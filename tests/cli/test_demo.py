@@ -42,9 +42,13 @@ def test_the_whole_demo_in_small(capsys, tmp_path, small):
     assert result["ranks"]["equal"] and result["ranks"]["largest_difference"] < 1e-5
     dense, *others = result["predicted"]
     assert all(one["bytes"] < dense["bytes"] / 20 for one in others)
-    for one in result["predicted"]:
-        fast, slow = one["step_seconds"]["10 Gb/s"], one["step_seconds"]["1 Gb/s"]
-        assert slow - fast == pytest.approx(8 * one["bytes"] * (1e-9 - 1e-10))
+    # As advise predicts: 94 % of a link carries data. Few bytes take nearly the same time on both.
+    slower, *little = (
+        one["step_seconds"]["1 Gb/s"] - one["step_seconds"]["10 Gb/s"]
+        for one in result["predicted"]
+    )
+    assert slower == pytest.approx(8 * dense["bytes"] * (1e-9 - 1e-10) / 0.94, rel=0.01)
+    assert all(0 < more < slower / 20 for more in little)
     # One seed shows nothing, and the demo says so. What is trained already is kept.
     code, told, err = run(capsys, *options, "--resume")
     assert code == 0

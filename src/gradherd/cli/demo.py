@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from gradherd.advise.choices import Setting, predict
+from gradherd.advise.costs import NetworkLink, typical_overheads
 from gradherd.cli.options import MAX_PROCESSES, MAX_SEEDS, TrainingOptions
 from gradherd.cli.parser import Arg, CommandFailed, FolderOption, whole
 from gradherd.cli.terminal import MARKS, can_draw, paint, print_json, say, terminal_width
@@ -18,7 +20,6 @@ from gradherd.lab.text import counted, fixed, in_bytes
 
 # Imported by the functions that need them: these import torch, and --help must not wait for it.
 if TYPE_CHECKING:
-    from gradherd.lab.report.arms import ArmSummary
     from gradherd.lab.report.comparison import Comparison
     from gradherd.lab.train.config import RunConfig
 
@@ -170,7 +171,7 @@ def print_exchanges(comparison: Comparison) -> None:
             text = f"{1e3 * seconds:.1f} ms, {in_bytes(one['bytes'])} sent"
             bars.append((one["exchange"], seconds, text))
         print_bars(bars)
-    say("   computing as measured here, plus the bytes at that rate; no overlap", "dim")
+    say("   passes as measured here, exchanges as gradherd advise predicts them; no overlap", "dim")
     say("   all trained at the rate chosen for dense; others may have better ones", "dim")
     for pair in comparison.pairs[1:]:
         found = pair.metric
@@ -182,28 +183,31 @@ def print_exchanges(comparison: Comparison) -> None:
 
 
 def predicted_steps(comparison: Comparison) -> list[dict[str, Any]]:
-    """Predict the step of each exchange: what it computes, measured here, and its bytes.
+    """Predict the step of each exchange as `gradherd advise` does, with the passes measured here.
 
     Returns:
         For each arm its name, the bytes that a worker sends in a step, and the seconds of a step
         on each network of `RATES`.
     """
-
-    def median(arm: ArmSummary, part: str) -> float:
-        # The simulation takes workers in turn.
-        return statistics.median(
-            float(getattr(row, part)) / (row.steps * int(run.config["workers"]))
-            for run in arm.used
-            for row in run.epochs
-        )
-
-    base, predicted = comparison.baseline, []
-    for arm in comparison.arms:
+    run = comparison.baseline.used[0]
+    workers, predicted = int(run.config["workers"]), []
+    # The simulation takes workers in turn. The fastest epoch: a busy machine only adds to it.
+    compute = min(row.compute_seconds / (row.steps * workers) for row in run.epochs)
+    for arm, exchange in zip(comparison.arms, ("dense", "powersgd", "local-4"), strict=True):
         sent = statistics.fmean(row.bytes / row.steps for run in arm.used for row in run.epochs)
-        # A dense exchange computes nothing but sums, while it sends.
-        own = 0.0 if arm is base else median(arm, "exchange_seconds")
-        compute = median(base, "compute_seconds") + own  # the same model for all
-        seconds = {name: compute + 8 * sent / rate for name, rate in RATES.items()}
+        seconds = {}
+        for name, rate in RATES.items():
+            setting = Setting(
+                params=run.parameters,
+                workers=workers,
+                link=NetworkLink(bandwidth=rate, latency=50e-6),
+                backward=compute,
+                forward=0.0,
+                overheads=typical_overheads("cpu", run.parameters),
+                side=512,
+                overlap=0.0,
+            )
+            seconds[name] = predict(setting, exchange).step_seconds
         predicted.append({"exchange": _name(arm.label), "bytes": sent, "step_seconds": seconds})
     return predicted
 
