@@ -30,7 +30,7 @@ from gradherd.rows.forward_replay import (
     repeat_forward,
     tensor_leaves,
 )
-from gradherd.rows.layer_plan import plan_layers
+from gradherd.rows.layer_plan import LayerPlan
 from gradherd.rows.parameter_owners import unwrap_model
 from gradherd.rows.replayed_modules import ReplayedModule
 from gradherd.rows.row_check import Registrar, RowCheck, tolerance
@@ -117,7 +117,7 @@ class Capture:
         self._failures: dict[str, str] | None = None  # of the batch that waits, once checked
         self._suspects: set[str] = set()  # keys of sinks whose sums are wrong
         self._probe_traced = mark_constant(lambda *given: self._probe_given(*given))
-        plan = plan_layers(model, self.spec, maps, self._pool, self._dims)
+        plan = LayerPlan(model, self.spec, maps, self._pool, self._dims)
         self._uses, self._untap = plan.uses, plan.untap
         every = (one for layer in self._pool.layers for one in layer.maps if one is not None)
         self._tensors.pack({id(one): one for one in every}.values())

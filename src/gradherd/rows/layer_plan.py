@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -91,23 +91,28 @@ class ParameterUse:
             self.layer.left_out.add(self.local)
 
 
-@dataclass
 class LayerPlan:
-    """What `plan_layers` has found and done."""
+    """Taps all layers of a model, and hooks into the modules that are run again."""
 
-    uses: dict[int, list[ParameterUse]] = field(default_factory=dict)
-    """By the index of the parameter."""
-    left_out: dict[str, str] = field(default_factory=dict)
-    """Parameters without rows, with the reason."""
-    untap: list[Callable[[], None]] = field(default_factory=list)
-    """Take all taps away."""
-
-
-class _Planner:
     def __init__(
         self, model: nn.Module, spec: FlatSpec, maps: MapSettings, pool: SinkPool, dims: BatchDims
     ) -> None:
-        self.maps, self.pool, self.spec, self.plan = maps, pool, spec, LayerPlan()
+        """Do so.
+
+        Args:
+            model: The model.
+            spec: Its parameters.
+            maps: Sizes and seed.
+            pool: Is given the layers.
+            dims: Knows which dimensions hold the examples.
+        """
+        self.uses: dict[int, list[ParameterUse]] = {}
+        """By the index of the parameter."""
+        self.left_out: dict[str, str] = {}
+        """Parameters without rows, with the reason."""
+        self.untap: list[Callable[[], None]] = []
+        """Take all taps away."""
+        self.maps, self.pool, self.spec = maps, pool, spec
         self.model, self.dims = model, dims
         # By parameter, not by name: modules that share a weight know it under different names.
         trained = (p for p in model.parameters() if p.requires_grad)
@@ -127,6 +132,7 @@ class _Planner:
             self._add(owner)
 
     def name(self, parameter: nn.Parameter) -> str:
+        """Return the name of a parameter."""
         return self.spec.names[self.index[parameter]]
 
     def _add(self, owner: ParameterOwner) -> None:
@@ -139,12 +145,12 @@ class _Planner:
             self._fill(layer, own)
             is_batch_norm = isinstance(layer, ChannelNorm) and not layer.groups
             kind = TappedBatchNorm if is_batch_norm else Tapped
-            self.plan.untap.append(tap_module(module, layer, kind))
+            self.untap.append(tap_module(module, layer, kind))
         elif has_layers(owner) and not self.maps.is_exact:
             self._add_direct(owner)
         elif self.dims.sharded:
             why = "its module has no rule, and a sharded one cannot be run again"
-            self.plan.left_out |= {self.name(parameter): why for parameter in own.values()}
+            self.left_out |= {self.name(parameter): why for parameter in own.values()}
         else:
             self._add_replayed(owner)
 
@@ -202,12 +208,12 @@ class _Planner:
         return matrix, single
 
     def _note(self, parameter: nn.Parameter, use: ParameterUse) -> None:
-        self.plan.uses.setdefault(self.index[parameter], []).append(use)
+        self.uses.setdefault(self.index[parameter], []).append(use)
 
     def _add_replayed(self, owner: ParameterOwner) -> None:
         refuse_compiled(self.model)
         layer = ReplayedModule(owner, self.pool, self.dims)
-        self.plan.untap.append(layer.remove)
+        self.untap.append(layer.remove)
         sizes = {local: parameter.numel() for local, parameter in owner.parameters.items()}
         # Whole: modules may share parameters, whose rows have to be added before they are sketched.
         layer.vector = VectorMap(sizes, seed=None, name=owner.name, like=self.maps.like)
@@ -222,7 +228,7 @@ class _Planner:
             layers[part] = LinearLayer(f"{owner.name}.{part}" if owner.name else part, self.pool)
             self._fill(layers[part], owner.parameters, prefix)
             layers[part].single = None  # a sequence of one token is one position of many
-        self.plan.untap.append(tap_module(owner.module, layers, TappedAttention))
+        self.untap.append(tap_module(owner.module, layers, TappedAttention))
 
     def _add_direct(self, owner: ParameterOwner) -> None:
         """Expand what can be expanded of the parameters that a module with layers uses itself."""
@@ -233,7 +239,7 @@ class _Planner:
             fits = parameter.dim() > 1 and parameter.shape[0] == 1 and "." not in local
             if not fits or parameter in self.shared or type(parameter) is not nn.Parameter:
                 why = "its module uses it itself, in a way that is not followed"
-                self.plan.left_out[self.name(parameter)] = why
+                self.left_out[self.name(parameter)] = why
                 continue
             layer = DirectLayer(self.name(parameter), self.pool)
             layer.vector = self.maps.vector({local: parameter.numel()}, self.name(parameter))
@@ -242,22 +248,7 @@ class _Planner:
             layers[local] = layer
         if layers:
             undo = tap_module(owner.module, layers, TappedParameters, tuple(layers))
-            self.plan.untap.append(undo)
-
-
-def plan_layers(
-    model: nn.Module, spec: FlatSpec, maps: MapSettings, pool: SinkPool, dims: BatchDims
-) -> LayerPlan:
-    """Tap all layers of a model, and hook into the modules that are run again.
-
-    Args:
-        model: The model.
-        spec: Its parameters.
-        maps: Sizes and seed.
-        pool: Is given the layers.
-        dims: Knows which dimensions hold the examples.
-    """
-    return _Planner(model, spec, maps, pool, dims).plan
+            self.untap.append(undo)
 
 
 def layer_for(

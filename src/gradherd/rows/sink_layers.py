@@ -5,6 +5,7 @@ Shapes: n examples of this batch, T positions, I inputs, O outputs, C channels, 
 
 import math
 from abc import abstractmethod
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,25 +37,21 @@ MOST_COLUMNS = 128
 """Columns of a projection that a kernel holds."""
 
 
+@dataclass
 class MapSettings:
     """Sizes and seed of the maps of one model."""
 
-    def __init__(
-        self, columns: int, size: int, seed: int, like: Tensor, *, is_exact: bool = False
-    ) -> None:
-        """Keep.
-
-        Args:
-            columns: c, of projections.
-            size: Elements of a row.
-            seed: Seed of all signs.
-            like: A tensor of the rows' dtype and device.
-            is_exact: Whether nothing is projected.
-        """
-        self.is_exact = is_exact
-        self.columns, self.size, self.seed, self.like = columns, size, seed, like
-        self.tensors = MapTensors()
-        self.buckets = min(MOST_BUCKETS, size)
+    columns: int
+    """c, of projections."""
+    size: int
+    """Elements of a row."""
+    seed: int
+    """Seed of all signs."""
+    like: Tensor
+    """A tensor of the rows' dtype and device."""
+    is_exact: bool = False
+    """Whether nothing is projected."""
+    tensors: MapTensors = field(default_factory=MapTensors)
 
     def matrix(self, shape: tuple[int, int], name: str, *, keep: int) -> MatrixMap:
         """Return the map of a weight with many positions."""
@@ -70,7 +67,9 @@ class MapSettings:
             return MatrixMap(
                 shape, keep=keep, columns=long, seed=self.seed, name=name, like=self.like
             )
-        return OuterMap(shape, buckets=self.buckets, seed=self.seed, name=name, like=self.like)
+        return OuterMap(
+            shape, buckets=min(MOST_BUCKETS, self.size), seed=self.seed, name=name, like=self.like
+        )
 
     def vector(self, sizes: dict[str, int], name: str) -> VectorMap:
         """Return the map of biases and scales."""
