@@ -222,32 +222,36 @@ def test_the_break_even_is_where_the_lines_cross(one):
 def test_no_on_a_fast_link_and_yes_on_a_slow_one():
     small = setting(params=11e6, backward=0.015, forward=0.008)
     fast = advise(replace(small, link=NetworkLink(bandwidth=2.4e12, latency=5e-6)))
-    slow = advise(replace(small, link=NetworkLink(bandwidth=1e7, latency=1e-4)))
+    slow = advise(replace(small, link=NetworkLink(bandwidth=1e9, latency=1e-4)))
     assert not fast["pays"] and fast["advice"].startswith("No: over 2.4 Tb/s, ")
     assert "So keep dense: nothing here is more than 10 % faster" in fast["advice"]
     assert fast["code"] is None
-    assert slow["pays"] and slow["advice"].startswith("Yes: over 10 Mb/s, a step takes ")
+    assert slow["pays"] and slow["advice"].startswith("Yes: over 1 Gb/s, a step takes ")
     assert 1e9 < fast["break_even_bandwidth"] < 2.4e12
     # Not compared with plain dense, nor with PowerSGD, which is faster and lost more.
     assert slow["recommended"] == "local-4"
-    assert slow["rival"] == "fp16" and slow["speedup"] > 50
+    assert slow["rival"] == "fp16" and slow["speedup"] > 10
     assert slow["speedup_range"][0] < slow["speedup"] < slow["speedup_range"][1]
     for words in (
         "So use 4 local steps in one bit",
-        "as fast as fp16 or bf16, the best of torch's that has lost nothing",
-        "local-4 ended level with dense, with 1.7 % more perplexity",
-        "best of 10 epochs: 56.5 and 55.6), 3 seeds",
-        "no record yet of local steps in one bit with SGD or on images",
+        "as fast as fp16 or bf16, the best of torch's that has lost no more",
+        "local steps ended level with dense (LeNet on CIFAR-10, 6 epochs, 4 local steps: 58.4 and",
+        "with 7 % more perplexity (GPT-2 of 32 M parameters",
+        "Short runs lose more: with 16 workers",
         "from about 1,000 tokens a worker and step on",
         "multiply the learning rate of dense training by sqrt(4 workers) = 2;",
+        "SGD wants that, or half of it",
+        "it has lost accuracy in our records, so compare the losses first",
         "PowerSGD of rank 1 would take ",
         "powersgd at density 0.01 ended level with dense",
         "28 % more perplexity",
         "times per step",
     ):
         assert words in slow["advice"]
-    (record,) = slow["accuracy"]
-    assert (record["every"], record["metric"], record["epoch"]) == (4, "perplexity", "best")
+    assert {record["every"] for record in slow["accuracy"]} == {4}
+    assert {(record["metric"], record["epoch"]) for record in slow["accuracy"]} == {
+        ("accuracy", "last"), ("perplexity", "last"), ("perplexity", "best"),
+    }  # fmt: skip
     alone = advise(replace(small, workers=1))
     assert not alone["pays"] and alone["advice"].startswith("No: a single worker")
     assert alone["break_even_bandwidth"] is None
@@ -282,7 +286,8 @@ def test_what_has_lost_is_not_recommended_for_a_little_speed():
 def test_local_steps_say_which_rate_and_more_are_named_where_they_are_faster():
     """Very slow links: 16 local steps are nearly four times as fast as 4."""
     found = advise(setting(link=NetworkLink(bandwidth=1e6, latency=1e-4), workers=8))
-    assert found["recommended"] == "local-16" and found["rival"] == "powersgd"
+    # PowerSGD is no rival: it has lost more.
+    assert found["recommended"] == "local-16" and found["rival"] == "fp16"
     assert "by sqrt(8 workers) x sqrt(4 / 16 steps) = 1.4;" in found["advice"]
     assert "it has lost accuracy in our records" in found["advice"]
 
@@ -381,16 +386,25 @@ def test_accuracies_are_those_of_their_records(one):
             assert one.epoch == "last"
             runs = json.loads((RESULTS / one.study / f"{arm}.json").read_text())["runs"]
             return {run["seed"]: run["figures"]["metric"][-1] for run in runs}
+        study, _, arm = arm.rpartition("/")
+        if one.study.endswith("tasks-h200") and arm == "dense":  # the runs of the study
+            study = study or one.arm.partition("/")[0]
+            runs = json.loads((RESULTS / study / "dense.json").read_text())["runs"]
+            return {run["seed"]: run["figures"]["metric"][-1] for run in runs}
+        task = {"": None, "scarce": "cifar10-lenet", "sst2": "sst2-transformer"}[study]
         runs = json.loads((RESULTS / f"{one.study}.json").read_text())["runs"]
+        own = [r for r in runs if r["arm"] == arm and r.get("task") == task]
+        assert all(run.get("finished", True) for run in own)
         pick = min if one.epoch == "best" else (lambda epochs: epochs[-1])
-        return {run["seed"]: pick(run["perplexity"]) for run in runs if run["arm"] == arm}
+        return {run["seed"]: pick(run.get("perplexity") or run["accuracy"]) for run in own}
 
     sparse, dense = accuracies(one.arm), accuracies(one.against)
     seeds = sparse.keys() & dense.keys()
     assert len(seeds) >= one.seeds
-    # A point of room: a seed may be added to a record.
-    assert sum(sparse[seed] for seed in seeds) / len(seeds) == pytest.approx(one.sparse, abs=1)
-    assert sum(dense[seed] for seed in seeds) / len(seeds) == pytest.approx(one.dense, abs=1)
+    # A point of room: a seed may be added to a record. Of perplexities of bytes, a fiftieth.
+    room = {"abs": 1} if one.dense > 50 else {"rel": 0.02}
+    assert sum(sparse[seed] for seed in seeds) / len(seeds) == pytest.approx(one.sparse, **room)
+    assert sum(dense[seed] for seed in seeds) / len(seeds) == pytest.approx(one.dense, **room)
 
 
 def test_all_exchanges_come_with_both_orders():

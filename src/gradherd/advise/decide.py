@@ -127,13 +127,12 @@ def _best(steps: Mapping[str, Choice], exchanges: Sequence[str]) -> Choice:
 
 
 def _rival(setting: Setting, steps: Mapping[str, Choice], chosen: Choice) -> Choice:
-    """Return the fastest of what torch has; if `chosen` has lost nothing, of what has not either.
+    """Return the fastest of what torch has and what has lost no more than `chosen`.
 
-    A step that is faster and learns less is no rival of one that keeps the model.
+    A step that is faster and learns less is no rival.
     """
-    if has_lost(chosen.exchange, setting.density):
-        return _best(steps, RIVALS)
-    return _best(steps, [name for name in RIVALS if not has_lost(name, setting.density)])
+    most = least_speedup(chosen.exchange, setting.density)
+    return _best(steps, [one for one in RIVALS if least_speedup(one, setting.density) <= most])
 
 
 def speedup_range(setting: Setting, exchange: str, rival: str) -> tuple[float, float]:
@@ -219,7 +218,7 @@ def _rate_sentence(setting: Setting, exchange: str) -> str:
         factor, formula = factor * math.sqrt(4 / every), f"{formula} x sqrt(4 / {every} steps)"
     return (
         f"With AdamW, multiply the learning rate of dense training by {formula} = {factor:.2g}; "
-        "with SGD, tune it."
+        "a larger model may want dense's own rate, or less; SGD wants that, or half of it."
     )
 
 
@@ -236,9 +235,11 @@ def _conclusion(
         )
     best = ", the best that torch has"
     if chosen.exchange in RIVALS:
-        rival, best = _best(steps, [name for name in RIVALS if name != chosen.exchange]), ""
+        others = [name for name in RIVALS if name != chosen.exchange]
+        kept = [name for name in others if not has_lost(name, setting.density)]
+        rival, best = _best(steps, kept), ""
     elif rival.exchange != _best(steps, RIVALS).exchange:
-        best = ", the best of torch's that has lost nothing"
+        best = ", the best of torch's that has lost no more"
     gain = rival.step_seconds / chosen.step_seconds
     times = "about as fast" if abs(gain - 1) < 0.03 else f"{gain:.3g} times as fast"
     low, high = speedup_range(setting, chosen.exchange, rival.exchange)

@@ -5,6 +5,7 @@ have; tests compare them.
 """
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,8 +58,12 @@ _STUDIES = {
     "gpt2-sparse": "GPT-2 of 11 M parameters on WikiText-2, AdamW, 10 epochs",
     "2026-11-18-few-bytes-h200":
         "GPT-2 of 11 M parameters on WikiText-2, AdamW, best of 10 epochs",
+    "2026-11-18-few-bytes-bytes-h200":
+        "GPT-2 of 32 M parameters on the bytes of WikiText-2, AdamW, 1,977 steps",
 }  # fmt: skip
 """Folder of `benchmarks/results`, or a file there without ".json" -> what was trained."""
+_TASKS, _OUTER = "2026-11-18-few-bytes-tasks-h200", ":outer_lr=0.8:outer_momentum=0.6"
+"""A file of several tasks, and the outer step of 16 local steps in the names of its arms."""
 _LEVEL = {"accuracy": 1.0, "perplexity": 5.0}
 """Points of accuracy, or percent of perplexity: less is level with dense."""
 
@@ -68,13 +73,14 @@ class AccuracyRecord:
     """The accuracy of a run with few bytes and of the dense run beside it."""
 
     study: str
-    """A key of `_STUDIES`."""
+    """A key of `_STUDIES`, or `_TASKS`."""
     method: str
     """topk, exdyna, powersgd or local."""
     density: float
     """Share of the coordinates that were sent; PowerSGD: of a dense exchange's bytes."""
     arm: str
-    """A file in the folder of the study, or an arm in its file; the dense run is in `against`."""
+    """A file in the folder of the study, or an arm in its file; the dense run is in `against`. In
+    `_TASKS` the study with the same task is before it, as in scarce/local-4."""
     dense: float
     sparse: float
     seeds: int
@@ -84,7 +90,8 @@ class AccuracyRecord:
     def task(self) -> str:
         """What was trained, in words."""
         without = ", without momentum" * self.arm.endswith("without-momentum")
-        return _STUDIES[self.study] + without
+        study = self.arm.partition("/")[0] if self.study == _TASKS else self.study
+        return _STUDIES[study] + without
 
     @property
     def metric(self) -> Literal["accuracy", "perplexity"]:
@@ -99,7 +106,7 @@ class AccuracyRecord:
     @property
     def every(self) -> int:
         """Steps from one exchange to the next."""
-        return int(self.arm.removeprefix("local-")) if self.method == "local" else 1
+        return int(re.findall(r"local-(\d+)", self.arm)[0]) if self.method == "local" else 1
 
     @property
     def lost(self) -> float:
@@ -130,11 +137,17 @@ ACCURACY = tuple(
         ("gpt2-sparse", "exdyna", 0.001, "exdyna-0.001", 58.87, 140.1, 3),
         ("gpt2-sparse", "topk", 0.001, "topk-0.001", 59.12, 70.4, 2),
         ("gpt2-sparse", "exdyna", 0.01, "exdyna-0.01", 58.87, 73.13, 3),
-        ("2026-11-18-few-bytes-h200", "local", 1.0, "local-2", 55.57, 56.055, 2),
+        ("2026-11-18-few-bytes-h200", "local", 1.0, "local-2", 55.57, 56.49, 3),
         ("2026-11-18-few-bytes-h200", "local", 1.0, "local-4", 55.57, 56.51, 3),
         ("2026-11-18-few-bytes-h200", "local", 1.0, "local-8", 55.57, 58.72, 3),
         ("2026-11-18-few-bytes-h200", "local", 1.0, "local-16", 55.57, 61.77, 3),
         ("2026-11-18-few-bytes-h200", "powersgd", 0.012, "powersgd", 55.57, 71.33, 1),
+        ("2026-11-18-few-bytes-bytes-h200", "local", 1.0, "local-4:lr=7e-4", 2.96, 3.18, 1),
+        ("2026-11-18-few-bytes-bytes-h200", "local", 1.0, "local-8", 2.96, 3.479, 1),
+        (_TASKS, "local", 1.0, "scarce/local-4", 56.8, 58.35, 3),
+        (_TASKS, "local", 1.0, f"scarce/local-16:lr=0.0025{_OUTER}", 56.8, 55.01, 3),
+        (_TASKS, "local", 1.0, "sst2/local-4:lr=8.5e-4", 77.6, 78.29, 3),
+        (_TASKS, "local", 1.0, f"sst2/local-16:lr=4.2e-4{_OUTER}", 77.6, 77.98, 3),
         ("sst2", "exdyna", 0.01, "exdyna-0.01", 77.6, 78.1, 3),
         ("sst2", "topk", 0.01, "topk-0.01", 77.6, 77.6, 3),
         ("sst2", "powersgd", 0.01, "powersgd-0.01", 77.6, 77.5, 3),
@@ -147,6 +160,8 @@ ACCURACY = tuple(
 def accuracy_records(exchange: str, density: float) -> list[AccuracyRecord]:
     """Return the records of an exchange at about a density, or at the nearest that was recorded.
 
+    Of local steps, one of each task: that with the nearest number of steps.
+
     Args:
         exchange: A key of `choices.EXCHANGES`.
         density: Share of the coordinates that topk and exdyna send; others have none.
@@ -156,13 +171,20 @@ def accuracy_records(exchange: str, density: float) -> list[AccuracyRecord]:
 
     >>> {record.density for record in accuracy_records("exdyna-int2", 0.002)}
     {0.001}
-    >>> [record.arm for record in accuracy_records("local-4", 0.002)]
-    ['local-4']
+    >>> {record.every for record in accuracy_records("local-2", 0.002)}
+    {2, 4}
     """
     method, _, detail = exchange.partition("-")
     known = [record for record in ACCURACY if record.method == method]
     if method == "local":
-        known = [record for record in known if record.every == int(detail)]
+        # Of two that are as near, the one that has lost more.
+        known = [
+            min(
+                (one for one in known if one.task == task),
+                key=lambda one: (abs(math.log(one.every / int(detail))), -one.lost),
+            )
+            for task in {one.task: None for one in known}
+        ]
     if method in ("topk", "exdyna"):
         distances = [abs(math.log(record.density / density)) for record in known]
         # Up to a factor of four away: a study of another density is better than one kind of task.
@@ -177,8 +199,8 @@ def has_lost(exchange: str, density: float) -> bool:
 
     >>> has_lost("exdyna", 0.01), has_lost("powersgd", 0.01), has_lost("fp16", 1.0)
     (True, True, False)
-    >>> has_lost("local-4", 0.01), has_lost("local-8", 0.01)
-    (False, True)
+    >>> has_lost("local-4", 0.01)
+    True
     """
     return least_speedup(exchange, density) > 1
 
@@ -191,7 +213,7 @@ def least_speedup(exchange: str, density: float) -> float:
     may make up for it.
 
     >>> [round(least_speedup(name, 0.01), 1) for name in ("local-4", "local-8", "local-16")]
-    [1.0, 2.1, 3.2]
+    [2.5, 4.5, 4.5]
     """
     worst = max((one.severity for one in accuracy_records(exchange, density)), default=0.0)
     return 1 + worst if worst >= 1 else 1.0
@@ -204,27 +226,30 @@ def accuracy_sentence(exchange: str, density: float) -> str:
         return f"This repository has no record of what {exchange} costs in accuracy."
     mildest, worst = (pick(records, key=lambda one: one.severity) for pick in (min, max))
     is_local = mildest.method == "local"
-    sent = exchange if is_local else f"{mildest.method} at density {mildest.density:g}"
+    sent = "local steps" if is_local else f"{mildest.method} at density {mildest.density:g}"
     text = " and ".join(dict.fromkeys((_lost(mildest, mildest), _lost(worst, mildest))))
     fewest = min(one.seeds for one in records)
     return (
         f"In this repository's records, {sent} ended {text}, "
-        f"{fewest} {'seed' if fewest == 1 else 'seeds'}{' or more' * (not is_local)}."
+        f"{fewest} {'seed' if fewest == 1 else 'seeds'} or more."
     )
 
 
 LOCAL_LIMITS = (
-    "There is no record yet of local steps in one bit with SGD or on images; train language models "
-    "that way from about 1,000 tokens a worker and step on."
+    "Short runs lose more: with 16 workers, 1,490 steps and 4 local steps a GPT-2 of 11 M "
+    "parameters ended with 22 % more perplexity than dense (one seed); train language models that "
+    "way for 3,000 steps or more, from about 1,000 tokens a worker and step on."
 )
-"""Where local steps have not been tried, or did not hold."""
+"""Where local steps did not hold."""
 
 
 def _lost(record: AccuracyRecord, first: AccuracyRecord) -> str:
     density = "" if record.density == first.density else f", density {record.density:g}"
+    if record.method == "local":
+        density = f", {record.every} local steps"
     is_accuracy, lost = record.metric == "accuracy", record.lost
-    digits, unit = (".3g", " %") if is_accuracy else (".1f", "")
-    source = f"({record.task}{density}: {record.sparse:{digits}} and {record.dense:{digits}}{unit})"
+    unit = " %" if is_accuracy else ""
+    source = f"({record.task}{density}: {record.sparse:.3g} and {record.dense:.3g}{unit})"
     level = "level with dense" if record.severity < 1 else ""
     if is_accuracy:
         return f"{level or f'{lost:.2g} points below dense'} {source}"
