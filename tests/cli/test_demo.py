@@ -57,12 +57,13 @@ def test_the_whole_demo_in_small(capsys, tmp_path, small):
     assert "Next, on your own model:" in told and "gradherd compare my_task.py" in told
 
 
-def test_ranks_that_arrive_elsewhere_are_a_failure(capsys, tmp_path, small, monkeypatch):
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_ranks_that_arrive_elsewhere_are_a_failure(capsys, tmp_path, small, monkeypatch, more):
     wrong = {"workers": 2, "equal": False, "largest_difference": 0.3}
     monkeypatch.setattr(demo, "check_ranks", lambda *args: wrong)
     options = ("--workers", 2, "--seeds", 1, "--out", tmp_path / "demo")
-    code, told, err = run(capsys, *options)
-    assert code == 1 and "losses differ by 3.0e-01" in told
+    code, told, err = run(capsys, *options, *more)
+    assert code == 1 and ("losses differ by 3.0e-01" in told or json.loads(told)["ranks"] == wrong)
     assert err == "gradherd: failed: real workers did not arrive where the simulated ones did\n"
 
 
