@@ -52,6 +52,10 @@ Reduction = Literal["mean", "sum"]
 _EXACT = ExactRows()
 
 
+# What a traced model hands on as it is. A tuple: torch before 2.10 cannot trace unions of types.
+_TRACED = (Tensor, bool, int, float, str)
+
+
 class Capture:
     """Read per-example gradients, or sketches of them, off a model's ordinary backward.
 
@@ -175,7 +179,8 @@ class Capture:
     def _before_compiled(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Do the same while the model is traced: this is part of the graph."""
         given = (*args, *kwargs.values())
-        if all(one is None or isinstance(one, Tensor | bool | int | float | str) for one in given):
+        odd = [one for one in given if one is not None and not isinstance(one, _TRACED)]
+        if not odd:
             self._probe_traced(len(args), tuple(kwargs), *given)
         dim, pool = self._dims.model_dim, self._pool
         self._tensors.is_whole = True
@@ -685,7 +690,7 @@ def _first_tensor(tree: Any, dim: int) -> Tensor | None:
         return tree if tree.dim() > dim else None
     if isinstance(tree, dict):
         tree = tuple(tree.values())
-    if isinstance(tree, tuple | list):
+    if isinstance(tree, (tuple, list)):
         for one in tree:
             found = _first_tensor(one, dim)
             if found is not None:

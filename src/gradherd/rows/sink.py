@@ -84,7 +84,8 @@ class Tap(torch.autograd.Function):
         if layer.pool.is_exact:
             grads = at_least_float32(grads)
             inputs = at_least_float32(inputs) if inputs.is_floating_point() else inputs
-        if torch.compiler.is_compiling():
+        # Before torch 2.10 a forward may be traced by itself, and its backward run without a graph.
+        if torch.compiler.is_compiling() or not hasattr(ctx, "sinks"):
             matrix, vector = layer.columns(inputs, grads, use, ctx.wanted, *saved)
             if matrix is not None:
                 matrix = layer.padded(layer.matrix_map(use).finish(matrix))

@@ -155,7 +155,8 @@ def linear_columns(
         width = math.prod(matrix.shape[1:])
         around = (part[0] * width, (matrix.shape[0] - part[1]) * width)
         return F.pad(matrix.columns_of(first, second), around)
-    if isinstance(matrix, OuterMap | WholeMap):
+    # No union of types, nor `all`: torch before 2.10 cannot trace them.
+    if isinstance(matrix, (OuterMap, WholeMap)):
         return matrix.columns_of(first, second)
     projected, kept = (first, second) if matrix.keep == 1 else (second, first)
     if part is None:
