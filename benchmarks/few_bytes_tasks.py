@@ -27,7 +27,8 @@ from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Task
 from gradherd.lab.train.config import RunConfig, run_settings
-from gradherd.lab.train.trainer import finite_metric, passes
+from gradherd.lab.train.record import finite_or_none
+from gradherd.lab.train.trainer import passes
 from gradherd.lab.train.virtual_trainer import VirtualTrainer
 
 
@@ -113,7 +114,7 @@ def main() -> None:
                 continue
             with trainer.exchange.evaluated(), passes(config):
                 test = tuple(tensor.to(config.device) for tensor in split.test)
-                metric = finite_metric(task, trainer.model, test)
+                metric = finite_or_none(float(task.metric(trainer.model, *test)))
             best = metric if best is None else max(best, metric or best)
             record = {
                 "task": task.name, "arm": arm, "seed": seed, "epoch": epoch,

@@ -147,6 +147,8 @@ def join(rank: int, file: str) -> None:
 def train(kind: str, end: str, rank: int, file: str) -> None:
     """Be one rank, and end."""
     faulthandler.dump_traceback_later(LONGEST, exit=True)
+    # Python leaves out its handler in a process that was started in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if end == "terminated-gently":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
     join(rank, file)

@@ -164,7 +164,9 @@ def encode_values(values: Tensor, bits: int) -> Tensor:
     magnitudes = groups.abs()
     limit = torch.finfo(torch.bfloat16).max
     if bits == 1:
-        level = (magnitudes.sum(-1) / real.sum(-1)).clamp_(max=limit).to(torch.bfloat16)
+        # Divided first: the sum of a few of the largest floats overflows.
+        mean = magnitudes.div_(real.sum(-1, keepdim=True)).sum(-1)
+        level = mean.clamp_(max=limit).to(torch.bfloat16)
         return torch.cat([level.view(torch.uint8), _pack_flags(values < 0)], dim=-1)
     low, high = _two_levels(magnitudes, real) if bits == 2 else _range(magnitudes, real)
     levels = torch.stack([low, high], dim=-1).clamp(max=limit).to(torch.bfloat16)

@@ -25,7 +25,8 @@ _LARGEST = tl.constexpr(float(torch.finfo(torch.bfloat16).max))
 def _level_of(values, group, length):
     """Return the (GROUPS, 1) mean magnitudes as bf16 holds them; padding counts as zeros."""
     count = tl.minimum(length - group * _SIZE, _SIZE)
-    mean = tl.sum(tl.abs(values), axis=1) / tl.maximum(count, 1).to(tl.float32)
+    # Divided first: the sum of a few of the largest floats overflows.
+    mean = tl.sum(tl.abs(values) / tl.maximum(count, 1).to(tl.float32)[:, None], axis=1)
     return tl.minimum(mean, _LARGEST).to(tl.bfloat16)
 
 
