@@ -3,7 +3,9 @@
 import os
 import signal
 import time
+from unittest.mock import Mock
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import gradherd as gh
 from gradherd.comm.script import AllGather
 from gradherd.hooks import local_steps
+from gradherd.hooks.bucket_hook import hook_is_free
 from gradherd.hooks.state import pack, unpack
 from gradherd.sparsify.local import exchange_script
 
@@ -249,6 +252,14 @@ def refusals(rank):
     return errors
 
 
+def fails_to_attach(ddp, optimizer):
+    """Attach with an error on the way: DDP must go on averaging."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(local_steps, "OuterOptimizer", Mock(side_effect=MemoryError))
+        gh.attach(ddp, optimizer=optimizer, local=CASES["sparse"])
+    assert hook_is_free(ddp) and ddp.broadcast_buffers
+
+
 def in_ddp(rank):
     """Train a model with local steps in DDP and as it is; then let DDP average again."""
     found = []
@@ -256,6 +267,8 @@ def in_ddp(rank):
         net = model(norm=True)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5)
         called = DDP(net) if wraps else net
+        if wraps:
+            fails_to_attach(called, optimizer)
         herd = gh.attach(called, optimizer=optimizer, local=CASES["sparse"])
         for _, batch in zip(range(7), batches(rank), strict=False):
             step(called, optimizer, batch)

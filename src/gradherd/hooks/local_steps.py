@@ -110,9 +110,8 @@ class LocalExchange(ModelExchange):
             peers: Those of them that exchange; None is all.
         """
         peers = world if peers is None else peers
-        self._ddp_hook = None
-        if isinstance(model, DDP):
-            self._ddp_hook, model = OwnGradients(model), model.module
+        ddp = model if isinstance(model, DDP) else None
+        model = model if ddp is None else ddp.module
         self._optimizer = optimizer
         device = next(p for p in model.parameters() if p.requires_grad).device
         # The loop's own group would mix up the collectives of a thread with those of the loop; the
@@ -134,6 +133,8 @@ class LocalExchange(ModelExchange):
         self._snapshot: Tensor | None = None  # own weights when the running exchange began
         self._arrival: _Arrival | None = None
         self._loaded: dict[str, Tensor] | None = None  # what a state has just set
+        # Last: if something above fails, DDP still averages.
+        self._ddp_hook = None if ddp is None else OwnGradients(ddp)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
