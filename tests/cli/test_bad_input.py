@@ -271,8 +271,7 @@ report | name at least one folder
 report away | away: no such folder
 report . --out away/x.html | --out away/x.html: there is no folder away
 report broken --oout x | there is no option or argument --oout here
-report away --watch | away: no such folder
-report broken --watch --json | choose one
+report broken --watch | no option or argument --watch here
 data check --data-dir flat.npy | : --data-dir must be a folder that exists, got 'flat.npy'
 data get nothing | 'nothing'
 doctor --json yes | there is no option or argument yes here

@@ -4,21 +4,16 @@
 load.
 """
 
-import contextlib
 import os
-import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from gradherd.cli.parser import Arg, UsageError, usage_errors
 from gradherd.cli.terminal import MARKS, print_json, print_table, say
-from gradherd.lab.text import counted
 
 if TYPE_CHECKING:
     from gradherd.lab.report.comparison import Comparison
-    from gradherd.lab.train.record import RunRecord
 
 _SHORT_HEADINGS = {
     "arm": "arm",
@@ -29,10 +24,6 @@ _SHORT_HEADINGS = {
     "total bytes": "bytes",
 }
 """Columns of a comparison that fit a terminal, and their headings there; the page has them all."""
-_POLL = 1.0
-"""Seconds between two looks at the records."""
-_RELOAD = 5
-"""Seconds after which a page that follows a training loads itself again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +34,7 @@ class ReportCommand:
     Its arms (order, sparsifier, density) are sorted by when their first run started, and the first
     arm is the baseline. The page is a single HTML file that works offline.
 
-    With --watch it follows runs that are training: whenever a record changes it writes the page
-    again, which loads itself every few seconds in the browser. Ctrl-C ends it.
-
     Example: gradherd report runs/ --out report.html
-
-    Example: gradherd report runs/ --watch
     """
 
     folders: Annotated[tuple[Path, ...], Arg(metavar="DIR", positional=True)] = ()
@@ -57,28 +43,27 @@ class ReportCommand:
     """HTML file to write; by default report.html in the first folder."""
     json: bool = False
     """Print {"comparisons": [each as `gradherd compare --json` prints it], "report"}."""
-    watch: bool = False
-    """Keep running, and write the page again whenever a record below the folders changes."""
 
     def run(self) -> None:
         """Find the records, compare them, write the page and print the tables."""
         if not self.folders:
             raise UsageError("name at least one folder with records, e.g. gradherd report runs/")
-        if self.watch and self.json:
-            raise UsageError("--watch never comes to the end that --json prints at: choose one")
         out = self.folders[0] / "report.html" if self.out is None else self.out
         if self.out is not None:
             # Now if it was given, since reading many records takes a while. The default is checked
             # after the folders, whose own errors say more.
             _check_out(out)
-        if self.watch:
-            self._watch(out)
-            return
+        from gradherd.lab.report.arms import find_records
         from gradherd.lab.report.comparison import compare_all
         from gradherd.lab.report.comparison_table import comparison_json
+        from gradherd.lab.report.page import write_report
 
         with usage_errors():
-            comparisons = compare_all(self._write(out))
+            found = find_records(self.folders)
+            _check_out(out)
+            records = [record for _, record in found]
+            write_report(records, out, files=[str(path) for path, _ in found])
+            comparisons = compare_all(records)
         if self.json:
             results = [comparison_json(comparison, str(out)) for comparison in comparisons]
             print_json({"comparisons": results, "report": str(out)})
@@ -86,53 +71,6 @@ class ReportCommand:
         for comparison in comparisons:
             # The path once, at the end, where it is still on the screen.
             print_comparison(comparison, out if comparison is comparisons[-1] else None)
-
-    def _write(self, out: Path, reload: int = 0) -> "list[RunRecord]":
-        """Write the page, and return the records that it is about."""
-        from gradherd.lab.report.arms import find_records
-        from gradherd.lab.report.page import write_report
-
-        found = find_records(self.folders)
-        _check_out(out)
-        records = [record for _, record in found]
-        write_report(records, out, files=[str(path) for path, _ in found], reload=reload)
-        return records
-
-    def _watch(self, out: Path) -> None:
-        """Write the page whenever a record changes, until Ctrl-C; the last page stands still."""
-        from gradherd.lab.report.arms import record_files
-
-        for folder in self.folders:
-            # The folder may still be empty, but a misspelt one would be watched for ever.
-            if not folder.is_dir():
-                raise UsageError(f"{folder}: no such folder")
-        print(f"watching {', '.join(map(str, self.folders))}; Ctrl-C ends", flush=True)
-        seen = None
-        try:
-            while True:
-                # Sizes and times, not contents: most of the time nothing has changed.
-                now = record_files(self.folders)
-                if now and now != seen:
-                    seen = now
-                    self._follow(out)
-                time.sleep(_POLL)
-        finally:
-            # A record that cannot be read now was named when it changed.
-            with contextlib.suppress(ValueError):
-                if seen is not None:
-                    self._write(out)
-
-    def _follow(self, out: Path) -> None:
-        try:
-            records = self._write(out, _RELOAD)
-        except UsageError:
-            raise
-        except ValueError as error:  # a run may be half way: it may be readable in a moment
-            print(f"gradherd: not written: {error}", file=sys.stderr)
-            return
-        training = sum(record.status == "running" for record in records)
-        epochs = counted(sum(len(record.epochs) for record in records), "epoch")
-        print(f"{counted(len(records), 'run')}, {training} training, {epochs}: {out}", flush=True)
 
 
 def _check_out(out: Path) -> None:

@@ -149,39 +149,6 @@ def test_terminal_does_not_obey_records(capsys):
     assert "\x1b]0" not in out and "\x07" not in out and "[red]x[/red][/]" in out
 
 
-def test_watch_follows_a_training_until_it_is_interrupted(capsys, tmp_path, monkeypatch):
-    runs, page = tmp_path / "runs", tmp_path / "page.html"
-    runs.mkdir()
-    seen = []
-
-    def look_and(epochs=None, text=None):
-        seen.append(page.read_text() if page.exists() else None)
-        if epochs is not None:
-            write_record(record(epochs=4, done=epochs, status="running"), runs)
-        if text is not None:
-            (runs / "record.json").write_text(text)
-
-    # Nothing is there at first; then a run that trains, and a moment in which it cannot be read.
-    steps = iter([{"epochs": 1}, {}, {"epochs": 3}, {"text": '{"a": }'}, {"epochs": 4}, {}])
-
-    def sleep(_):
-        change = next(steps, None)
-        if change is None:
-            raise KeyboardInterrupt
-        look_and(**change)
-
-    monkeypatch.setattr("gradherd.cli.report.time.sleep", sleep)
-    code, out, err = run(capsys, runs, "--watch", "--out", page)
-    assert code == 130
-    told = [line.split(":")[0] for line in out.splitlines() if "epoch" in line]
-    assert told == [f"1 run, 1 training, {n}" for n in ("1 epoch", "3 epochs", "4 epochs")]
-    assert err.startswith("gradherd: not written: ") and "record.json" in err
-    # Written when a record changed and not otherwise; the last one no longer reloads.
-    assert seen[0] is None and seen[1] == seen[2] != seen[3] == seen[4] != seen[5]
-    assert all('data-reload="5"' in text for text in seen[1:])
-    assert "data-reload" not in page.read_text() and 'http-equiv="refresh' not in page.read_text()
-
-
 @pytest.mark.parametrize("missing", ["jinja2", "scipy"])
 def test_missing_package_is_named_with_the_way_out(tmp_path, missing):
     code = (

@@ -161,12 +161,6 @@ def test_noise_looks_flat(look, page_of):
         assert max(heights) - min(heights) < 2
 
 
-def test_a_page_that_follows_a_training_loads_itself(page_of):
-    text = page_of("live", [record(epochs=2)], reload=5).read_text()
-    assert '<noscript><meta http-equiv="refresh" content="5"></noscript>' in text
-    assert '<html lang="en" data-reload="5">' in text and "follows the training" in text
-
-
 def colours(page):
     return page.evaluate(
         """() => [

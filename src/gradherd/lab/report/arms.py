@@ -102,18 +102,6 @@ def find_records(folders: Sequence[Path]) -> list[tuple[Path, RunRecord]]:
     return sorted(records, key=lambda one: one[1].started)
 
 
-def record_files(folders: Sequence[Path]) -> dict[Path, tuple[int, int]]:
-    """Return when each record below these folders was written, and its size."""
-    files = {}
-    for path in (path for folder in folders for path in _record_paths(folder)):
-        try:
-            stat = path.stat()
-        except OSError:  # Replaced or removed in this very moment; the next look will tell.
-            continue
-        files[path] = (stat.st_mtime_ns, stat.st_size)
-    return files
-
-
 def _check_unique(records: Sequence[tuple[Path, RunRecord]]) -> None:
     first_paths: dict[tuple[object, ...], Path] = {}
     for path, record in records:

@@ -37,7 +37,6 @@ def write_report(
     *,
     title: str | None = None,
     files: Sequence[str] | None = None,
-    reload: int = 0,
 ) -> None:
     """Write a page about these runs atomically, tasks in order of first appearance.
 
@@ -46,20 +45,15 @@ def write_report(
         path: The HTML file.
         title: Title of the page; None builds it from tasks and arms.
         files: The file that each record was read from, to be listed.
-        reload: Seconds after which the page loads itself again; 0 for never.
 
     Raises:
         ValueError: Records of one task cannot be compared; see `comparison.compare`.
     """
-    write_atomic(path, render(records, title=title, files=files, reload=reload))
+    write_atomic(path, render(records, title=title, files=files))
 
 
 def render(
-    records: Sequence[RunRecord],
-    *,
-    title: str | None = None,
-    files: Sequence[str] | None = None,
-    reload: int = 0,
+    records: Sequence[RunRecord], *, title: str | None = None, files: Sequence[str] | None = None
 ) -> str:
     """Return the page as HTML; see `write_report`."""
     comparisons = compare_all(records)
@@ -72,7 +66,7 @@ def render(
         title=printable(title) if title is not None else title_of(comparisons),
         environment=provenance.environment_line(records),
         sections=[_section(f"c{i}", one, names) for i, one in enumerate(comparisons)],
-        axes=list(X_AXES), tones=_TONES, colours=COLOURS, ink=INK, paper=PAPER, reload=reload,
+        axes=list(X_AXES), tones=_TONES, colours=COLOURS, ink=INK, paper=PAPER,
         most_arms=max(len(comparison.arms) for comparison in comparisons),
         script=Markup(script),
         # With a hash no other script can run, whatever a record contains.

@@ -1,6 +1,6 @@
 "use strict";
 // Charts are drawn, and switched by the style sheet. This turns the theme, and keeps what was chosen
-// when the page loads itself again.
+// when the page is loaded again.
 (() => {
   const root = document.documentElement, system = window.matchMedia("(prefers-color-scheme: dark)");
   const theme = document.getElementById("theme");
@@ -28,6 +28,4 @@
   system.addEventListener("change", named);
   named();
   root.dataset.ready = "true"; // Shows what needs a script.
-  const { reload } = root.dataset;
-  if (reload) setInterval(() => { if (!document.hidden) location.reload(); }, 1000 * reload);
 })();
