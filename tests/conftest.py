@@ -2,6 +2,7 @@
 
 import pytest
 
+from gradherd.ordering.registry import POLICIES
 from gradherd.sparsify.registry import SPARSIFIERS
 
 # By seconds of CPU, all processes counted; those that wait for timeouts and signals before them.
@@ -26,7 +27,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def same_methods():
     """Forget methods that a study has registered: other tests list those of the package."""
-    before = set(SPARSIFIERS)
+    before = [(registry, set(registry)) for registry in (SPARSIFIERS, POLICIES)]
     yield
-    for name in set(SPARSIFIERS) - before:
-        del SPARSIFIERS[name]
+    for registry, names in before:
+        for name in set(registry) - names:
+            del registry[name]

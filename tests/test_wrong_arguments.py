@@ -7,7 +7,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
-from gradherd.ordering.live import CDGraBLive
 
 DATA = TensorDataset(torch.randn(32, 4), torch.randint(2, (32,)))
 
@@ -73,7 +72,6 @@ WRONG = [
     (lambda: gh.CDGraB(rule="greedy"), "rule must be a sign rule .* got 'greedy'"),
     (lambda: gh.GraB(rule=gh.Greedy), "rule must be a sign rule .* got Greedy"),
     (lambda: gh.PairGraB(rule=None), "rule must be a sign rule .* got None"),
-    (lambda: CDGraBLive(weight="a"), "weight must be a number, got 'a'"),
     (lambda: sampler(drop_last="no"), "drop_last must be True or False, got 'no'"),
     (lambda: sampler(drop_last=None), "drop_last must be True or False, got None"),
     (lambda: sampler(batch_size=0), "batch_size must be at least 1, got 0"),

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from gradherd.ordering.registry import POLICIES as POLICIES
     from gradherd.ordering.registry import make_policy as make_policy
     from gradherd.ordering.sampler import OrderedSampler as OrderedSampler
-    from gradherd.ordering.scored import LengthGrouped as LengthGrouped
     from gradherd.ordering.sign_rules import Greedy as Greedy
     from gradherd.ordering.sign_rules import Kernel as Kernel
     from gradherd.ordering.sign_rules import Walk as Walk

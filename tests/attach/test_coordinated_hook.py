@@ -67,7 +67,6 @@ def test_ranks_that_scatter_columns_find_the_orders_of_their_examples():
     calls = [
         ("cd-grab", 31, 4, 1, "exact"),
         ("grab", 31, 4, 2, "exact"),
-        ("cd-grab-live", 31, 4, 1, "exact"),
         ("id-pair-grab", 31, 4, 1, "exact", Loop(epochs=2, named=False)),
         ("cd-grab", 31, 4, 1, "exact", bad),
     ]

@@ -214,6 +214,7 @@ replay sparsify cube.npy --threshold x | --threshold must be one of consensus, o
 replay sparsify cube.npy --local-steps 0 | --local-steps must be at least 1, got 0
 replay sparsify cube.npy --method deft | unknown 'deft'; choose .. deft is now in studies/methods
 compare digits --sparsifiers sidco | unknown 'sidco'; choose .. sidco is now in studies/methods
+compare digits --orders d-rr,saw | unknown 'saw'; choose .. saw is now in studies/methods
 replay sparsify cube.npy --out flat.npy | flat.npy
 replay order cut.npy | cut.npy: not a .npy file of numbers (its end is missing)
 replay order folder.npy | folder.npy: not a .npy file of numbers (it is not a file)

@@ -13,22 +13,37 @@ from gradherd.ordering import (
     parallel_herding_bound,
 )
 from gradherd.replay.recorded import random_vectors, replay_order
+from studies.methods import ORDERS
 from tests.ordering.helpers import is_permutation, lists, same, show, through_disk
+
+# What contracts hold for: the registry, and what studies bring along.
+ALL = [*POLICIES, *ORDERS]
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """Register the orders of studies, so that names work as for all others."""
+    for name, policy in ORDERS.items():
+        monkeypatch.setitem(POLICIES, name, policy)
+
+
+def plain(name):
+    return ORDERS[name]() if name in ORDERS else make_policy(name)
 
 
 def learns(name):
-    return make_policy(name).needs_rows
+    return plain(name).needs_rows
 
 
 def balances(name):
-    return hasattr(make_policy(name), "rule")
+    return hasattr(plain(name), "rule")
 
 
-LEARNING = [name for name in POLICIES if learns(name)]
-BALANCING = [name for name in POLICIES if balances(name)]
+LEARNING = [name for name in ALL if learns(name)]
+BALANCING = [name for name in ALL if balances(name)]
 CASES = [
     pytest.param(name, rule, id=f"{name} {rule}" if name in BALANCING else name)
-    for name in POLICIES
+    for name in ALL
     for rule in (SIGN_RULES if name in BALANCING else ["greedy"])
 ]
 every_policy = pytest.mark.parametrize(("name", "rule"), CASES)
@@ -64,7 +79,7 @@ def test_all_published_names_are_there():
     # At least these: who registers another order changes nothing here.
     assert set(BALANCING) >= SIGNING
     assert set(LEARNING) - set(BALANCING) >= SCORED
-    assert set(POLICIES) - set(LEARNING) >= DRAWN | {"fixed", "always-plus"}
+    assert set(ALL) - set(LEARNING) >= DRAWN | {"fixed", "always-plus"}
     assert set(SIGN_RULES) >= {"greedy", "walk", "kernel"}
 
 
@@ -238,7 +253,7 @@ def test_rows_beyond_a_workers_units_play_no_part(name, rule):
         assert same(clean.state_dict(), noisy.state_dict())
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ALL)
 def test_a_policy_prints_itself_and_equals_its_like(name):
     assert make_policy(name) == make_policy(name)
     assert hash(make_policy(name)) == hash(make_policy(name))
@@ -263,7 +278,7 @@ def test_sharing_the_sum_herds_better_than_balancing_alone():
     assert after["cd-grab"] < 0.5 * min(after["id-grab"], after["id-pair-grab"])
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name not in LEARNING])
+@pytest.mark.parametrize("name", [name for name in ALL if name not in LEARNING])
 def test_orders_without_gradients_do_not_depend_on_them(name):
     a, b = make(name, "greedy", [9, 8]), make(name, "greedy", [9, 8])
     run(a, 3, drawn([9, 8], seed=1))

@@ -7,7 +7,7 @@ import torch
 
 from gradherd.ordering import Ordering, make_policy
 
-BALANCING = ("grab", "pair-grab", "id-grab", "id-pair-grab", "cd-grab", "cd-grab-live")
+BALANCING = ("grab", "pair-grab", "id-grab", "id-pair-grab", "cd-grab")
 RULES = ("greedy", "walk", "kernel")
 # Divisible by every count up to 12: means of at most 12 such rows are whole numbers, so every
 # sum and product below is exact in float64 and equality may be asked for to the bit.

@@ -324,7 +324,7 @@ def test_workers_of_different_sizes_use_their_own_column():
     assert [o.tolist() for o in reorder_all(orders, sides)] == [[7, 9, 8], [0, 1], []]
 
 
-@pytest.mark.parametrize("name", ["cd-grab", "id-pair-grab", "grab", "cd-grab-live", "curriculum"])
+@pytest.mark.parametrize("name", ["cd-grab", "id-pair-grab", "grab"])
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_blocks_of_columns_are_learned_as_one(name, steps):
     rows = torch.randn(9, 3, 10, generator=torch.Generator().manual_seed(steps))
@@ -333,7 +333,7 @@ def test_blocks_of_columns_are_learned_as_one(name, steps):
         run(whole.learn(ShardedRows((part,))), World.single())
         run(pieces.learn(ShardedRows(part.split([4, 1, 5], -1))), World.single())
         ours, theirs = (one.state_dict()["balance"] for one in (pieces, whole))
-        for key in ours.keys() & {"sides", "pending", "running", "scores"}:
+        for key in ours.keys() & {"sides", "pending", "running"}:
             torch.testing.assert_close(ours[key], theirs[key], equal_nan=True)
     for one in (whole, pieces):
         one.end_epoch()

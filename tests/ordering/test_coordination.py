@@ -33,7 +33,7 @@ def test_how_many_are_gathered_at_once_does_not_matter():
             assert sent == 3 * 7 * 6 * 4 * 2  # epochs, units, numbers, bytes, other ranks
 
 
-@pytest.mark.parametrize("name", ["cd-grab", "id-pair-grab", "grab", "curriculum"])
+@pytest.mark.parametrize("name", ["cd-grab", "id-pair-grab", "grab"])
 def test_scattered_columns_give_the_orders_of_whole_rows(name):
     """Workers that share a process, and workers with a script each, one of 7 columns of 3."""
     generator = torch.Generator().manual_seed(0)

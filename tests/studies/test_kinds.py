@@ -13,7 +13,7 @@ from gradherd.lab.study.run import missing_runs, plan_runs, run_planned
 from gradherd.lab.tasks.registry import find_task
 from gradherd.ordering.sharding import UnitSharding
 from studies.kinds.density import density_figures, downsample
-from studies.methods import METHODS
+from studies.methods import METHODS, ORDERS
 from studies.tasks.by_label import permutation_by_label
 from tests.lab.study.test_kinds import HERDING, STUDIES, results_of, study
 
@@ -70,11 +70,20 @@ def test_a_study_brings_methods_of_its_own(tmp_path):
     assert plan_runs(study("compare", arms, {}, **more))
     for home, says in (
         ("methods/odd.py:Deft", "method 'deft': there is no file"),
-        ("methods/deft.py:Odd", "method 'deft': .* has no Selector 'Odd'"),
+        ("methods/deft.py:Odd", "method 'deft': .* has no Selector or Policy 'Odd'"),
         ("methods/thresholds.py:Sage", "method 'deft': there is another one of that name"),
     ):
         with pytest.raises(ValueError, match=says):
             plan_runs(study(DENSITY, arms, {}, task="digits-mlp", methods={"deft": home}))
+
+
+def test_a_study_brings_orders_of_its_own(tmp_path):
+    more = {"task": "digits", "methods": {"saw": "methods/scored.py:Saw"}}
+    settings = {"epochs": 3, "workers": 2, "limit": 64}
+    one = study("compare", [{"order": ["d-rr", "saw"]}], settings, **more)
+    found = results_of(one, tmp_path)
+    losses = {arm: found[arm, 0].figures["train_loss"] for arm, _ in found}
+    assert set(losses) == {"d-rr", "saw"} and losses["d-rr"] != losses["saw"]
 
 
 def test_methods_of_studies_are_found_where_the_studies_say():
@@ -84,7 +93,7 @@ def test_methods_of_studies_are_found_where_the_studies_say():
         for name, home in read_study(path).methods.items()
     }
     assert {name: home.rpartition(":")[2] for name, home in named.items()} == {
-        name: method.__name__ for name, method in METHODS.items()
+        name: method.__name__ for name, method in {**METHODS, **ORDERS}.items()
     }
 
 

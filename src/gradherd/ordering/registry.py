@@ -30,15 +30,13 @@ POLICIES: "LazyRegistry[Callable[..., Policy]]" = LazyRegistry(
         "id-grab": "gradherd.ordering.grab:GraB",
         "id-pair-grab": "gradherd.ordering.pair_grab:PairGraB",
         "cd-grab": "gradherd.ordering.pair_grab:CDGraB",
-        "cd-grab-live": "gradherd.ordering.live:CDGraBLive",
         # A control, not a method: see `shuffles.always_plus`.
         "always-plus": "gradherd.ordering.shuffles:ALWAYS_PLUS",
-        "block-reshuffling": "gradherd.ordering.shuffles:BLOCK_RESHUFFLING",
-        # Scores are gradient norms unless `scores` are given.
-        "curriculum": "gradherd.ordering.scored:CURRICULUM",
-        "stair": "gradherd.ordering.scored:STAIR",
-        "saw": "gradherd.ordering.scored:SAW",
     },
+    moved=dict.fromkeys(
+        ("cd-grab-live", "block-reshuffling", "curriculum", "stair", "saw"),
+        "in studies/methods of gradherd's repository, as an order of one's own",
+    ),
 )
 """Orders by name; each can be built without arguments."""
 
@@ -78,7 +76,7 @@ def make_policy(name: str, signs: str = "greedy", **settings: Any) -> "Policy":
     Args:
         name: A key of `POLICIES`.
         signs: A key of `SIGN_RULES`, for orders that sign vectors.
-        settings: Fields of the order, such as `scores` of a score order.
+        settings: Further fields of the order.
 
     Raises:
         ValueError: One of the names is unknown.

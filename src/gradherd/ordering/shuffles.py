@@ -1,10 +1,9 @@
-"""Orders that need no gradients: random reshuffling, flip-flop, block reshuffling and controls.
+"""Orders that need no gradients: random reshuffling, flip-flop and controls.
 
 Each is a pure function (orders, sizes, epoch, random) -> orders of `epoch`; `Shuffle` turns it into
 a policy.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,21 +21,8 @@ NextOrders = Callable[[list[Tensor], Sequence[int], int, SeededRandom], list[Ten
 """(orders of the epoch before, units of each worker, epoch, random) -> orders of `epoch`."""
 
 
-class WithoutGradients(Policy):
-    """What policies that ignore gradients have in common."""
-
-    needs_rows: ClassVar[bool] = False
-
-    def observe(
-        self, state: EpochState, rows: Rows, seen: Tensor, random: SeededRandom
-    ) -> Script[None]:
-        """Count the steps; gradients are ignored."""
-        state.steps += len(seen)
-        yield from ()  # nothing to ask of other ranks
-
-
 @dataclass(frozen=True)
-class Shuffle(WithoutGradients):
+class Shuffle(Policy):
     """A policy that ignores gradients.
 
     >>> Shuffle("fixed", unchanged, start="identity")
@@ -50,6 +36,15 @@ class Shuffle(WithoutGradients):
     """Computes an epoch's orders from those of the epoch before."""
     start: Start | None = None
     """The first order, if the method prescribes one."""
+
+    needs_rows: ClassVar[bool] = False
+
+    def observe(
+        self, state: EpochState, rows: Rows, seen: Tensor, random: SeededRandom
+    ) -> Script[None]:
+        """Count the steps; gradients are ignored."""
+        state.steps += len(seen)
+        yield from ()  # nothing to ask of other ranks
 
     def reorder(
         self, orders: list[Tensor], state: EpochState, epoch: int, random: SeededRandom
@@ -88,53 +83,6 @@ def flip_flop(
     return random.permutations(sizes, epoch)
 
 
-def block_reshuffling(
-    orders: list[Tensor], sizes: Sequence[int], epoch: int, random: SeededRandom
-) -> list[Tensor]:
-    """Reshuffle blocks, and units within them, in even epochs; reverse the order in odd ones.
-
-    After Nguyen, Phan, Kalagnanam, "Learning to Shuffle" (arXiv:2604.00260), whose two components
-    are block reshuffling and paired reversal; docs/orders.md says what is ours.
-    Depends on seed and epoch only, so a run may go to any epoch directly.
-    """
-    even = epoch - epoch % 2
-    # Blocks are runs of the first epoch's random order: those of the data set could be sorted.
-    following = [
-        _reshuffled_blocks(first, within, blocks)
-        for first, within, blocks in zip(
-            random.permutations(sizes, 0),
-            random.permutations(sizes, even),
-            random.permutations([_num_blocks(size) for size in sizes], even, "blocks"),
-            strict=True,
-        )
-    ]
-    if not even:
-        following = random.permutations(sizes, 0)
-    return [order.flip(0) for order in following] if epoch % 2 else following
-
-
-def _num_blocks(size: int) -> int:
-    """Return about the square root: as many blocks as units in a block."""
-    return round(math.sqrt(size))
-
-
-def _reshuffled_blocks(first: Tensor, within: Tensor, blocks: Tensor) -> Tensor:
-    """Return (n,) units block by block, the blocks in the order of `blocks`.
-
-    Args:
-        first: (n,) units whose runs are the blocks.
-        within: (n,) permutation that orders the units of each block.
-        blocks: Permutation of the blocks.
-    """
-    if not len(first):
-        return first
-    rank_of_block = blocks.argsort()
-    block_of_unit = torch.empty_like(first)
-    block_of_unit[first] = torch.arange(len(first)) * len(blocks) // len(first)
-    # Stable, so that units of a block stay in the order of `within`.
-    return within[rank_of_block[block_of_unit[within]].argsort(stable=True)]
-
-
 def always_plus(
     orders: list[Tensor], sizes: Sequence[int], epoch: int, random: SeededRandom
 ) -> list[Tensor]:
@@ -156,4 +104,3 @@ SHUFFLE_ONCE = partial(Shuffle, "shuffle-once", unchanged, start="random")
 FIXED = partial(Shuffle, "fixed", unchanged, start="identity")
 FLIP_FLOP = partial(Shuffle, "flip-flop", flip_flop)
 ALWAYS_PLUS = partial(Shuffle, "always-plus", always_plus)
-BLOCK_RESHUFFLING = partial(Shuffle, "block-reshuffling", block_reshuffling, start="random")

@@ -101,7 +101,7 @@ class Study:
     left_out: str = ""
     """What was not run, and why."""
     methods: Mapping[str, str] = field(default_factory=dict)
-    """Sparsifiers of the study's own: name -> path/to/file.py:ClassName, relative to the file."""
+    """Its own sparsifiers and orders: name -> path/to/file.py:ClassName, relative to the file."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that all arms share."""
     sources: Mapping[str, Any] = field(default_factory=dict)

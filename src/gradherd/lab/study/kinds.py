@@ -24,6 +24,7 @@ from gradherd.lab.train.config import RunConfig, run_settings
 from gradherd.lab.train.loop import Progress
 from gradherd.lab.train.runner import check_suitable, run_all
 from gradherd.lab.train.stacking import saved_per_example, stack_runs
+from gradherd.ordering.policy import Policy
 from gradherd.ordering.registry import POLICIES
 from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.selector import Selector
@@ -192,8 +193,9 @@ def kind_of(study: Study) -> StudyKind:
         ValueError: There is no such kind, or no such method.
     """
     for name, home in study.methods.items():
-        own = _own_class(home, study.folder, f"method {name!r}", Selector)
-        if SPARSIFIERS.setdefault(name, own) is not own:
+        own = _own_class(home, study.folder, f"method {name!r}", Selector, Policy)
+        registry: Any = SPARSIFIERS if issubclass(own, Selector) else POLICIES
+        if registry.setdefault(name, own) is not own:
             raise ValueError(f"method {name!r}: there is another one of that name")
     if ":" not in study.kind:
         check_known("kind", study.kind, (*KINDS, "path/to/file.py:ClassName"))
@@ -204,14 +206,15 @@ def kind_of(study: Study) -> StudyKind:
 
 
 @functools.cache
-def _own_class(home: str, folder: Path, what: str, base: type) -> Any:
+def _own_class(home: str, folder: Path, what: str, *bases: type) -> Any:
     """Return the class `path/to/file.py:ClassName` that a study brings along."""
     file, _, name = task_path(home, folder).rpartition(":")
     if not Path(file).is_file():
         raise ValueError(f"{what}: there is no file {file!r}")
     found = getattr(import_file(Path(file), what), name, None)
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise ValueError(f"{what}: {file!r} has no {base.__name__} {name!r}")
+    if not (isinstance(found, type) and issubclass(found, bases)):
+        kinds = " or ".join(base.__name__ for base in bases)
+        raise ValueError(f"{what}: {file!r} has no {kinds} {name!r}")
     return found
 
 

@@ -5,12 +5,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradherd import LengthGrouped, OrderedSampler, World, make_policy
+from gradherd import OrderedSampler, World
 from gradherd.comm.script import run_together
 from gradherd.ordering import Ordering
 from gradherd.ordering.policy import ShardedRows
-from gradherd.ordering.scored import easy_to_hard, group_by_length, saw, stair
-from tests.ordering.helpers import is_permutation, lists, make, show, whole_vectors
+from studies.methods.scored import (
+    Curriculum,
+    LengthGrouped,
+    Saw,
+    Stair,
+    easy_to_hard,
+    group_by_length,
+    saw,
+    stair,
+)
+from tests.ordering.helpers import is_permutation, lists, show, whole_vectors
 
 
 def layered(part, layers, back_and_forth):
@@ -75,11 +84,12 @@ def test_stair_and_saw_of_twenty_units():
     assert easy_to_hard(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("name", ["curriculum", "stair", "saw"])
-def test_norms_of_the_last_epoch_order_the_next_one(name):
+@pytest.mark.parametrize(
+    "policy, arrange", [(Curriculum(), easy_to_hard), (Stair(), stair), (Saw(), saw)]
+)
+def test_norms_of_the_last_epoch_order_the_next_one(policy, arrange):
     sizes = [8, 7]
-    ordering, vectors = make(name, sizes, start="random"), whole_vectors(3, sizes)
-    arrange = {"curriculum": easy_to_hard, "stair": stair, "saw": saw}[name]
+    ordering, vectors = Ordering(policy, sizes), whole_vectors(3, sizes)
     for _ in range(2):
         before = lists(ordering.orders)
         show(ordering, vectors)
@@ -92,7 +102,7 @@ def test_norms_of_the_last_epoch_order_the_next_one(name):
 
 
 def test_units_without_a_gradient_keep_their_position():
-    ordering = make("curriculum", [6])
+    ordering = Ordering(Curriculum(), [6], start="identity")
     rows = torch.tensor([5.0, 4.0, 3.0, torch.nan, 2.0, 1.0]).view(6, 1, 1)
     seen = torch.tensor([True, False, True, True, True, True]).view(6, 1)
     ordering.observe(rows, seen)
@@ -103,7 +113,7 @@ def test_units_without_a_gradient_keep_their_position():
 
 def test_slices_give_the_same_scores():
     rows = torch.randn(6, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    whole, halves = make("saw", [6, 6]), [make("saw", [6, 6]) for _ in range(2)]
+    whole, *halves = (Ordering(Saw(), [6, 6], start="identity") for _ in range(3))
     whole.observe(rows)
     run_together(
         [
@@ -118,7 +128,7 @@ def test_slices_give_the_same_scores():
 
 def test_scores_that_are_given_need_no_gradients_and_order_the_first_epoch():
     scores = torch.tensor([3.0, 1.0, 2.0, 0.0, 1.0, 5.0, 4.0])
-    policy = make_policy("curriculum", scores=scores)
+    policy = Curriculum(scores=scores)
     sampler = OrderedSampler(range(7), policy, batch_size=1, world=World.single())
     for _ in range(2):
         assert list(sampler) == [3, 1, 4, 2, 0, 6, 5]
@@ -126,20 +136,18 @@ def test_scores_that_are_given_need_no_gradients_and_order_the_first_epoch():
     # Unit j of worker w is unit 2 j + w of the data set.
     two = Ordering(policy, [4, 3])
     assert lists(two.orders) == [[2, 1, 0, 3], [1, 0, 2]]
-    assert policy == make_policy("curriculum", scores=scores.tolist()) != make_policy("curriculum")
-    assert repr(policy) != repr(make_policy("curriculum", scores=scores + 1))
+    assert policy == Curriculum(scores=scores.tolist()) != Curriculum()
+    assert repr(policy) != repr(Curriculum(scores=scores + 1))
 
 
 @pytest.mark.parametrize("values", [[1.0, 2.0], torch.ones(2, 3), [1.0, torch.nan, 2.0]])
 def test_values_that_do_not_fit_are_refused(values):
     with pytest.raises(ValueError, match=r"scores must be one .*number"):
-        Ordering(make_policy("stair", scores=values), [2, 1])
+        Ordering(Stair(scores=values), [2, 1])
     with pytest.raises(ValueError, match=r"lengths must be one .*number"):
         Ordering(LengthGrouped(values, batch=1), [2, 1])
     with pytest.raises(ValueError, match="for workers with"):
-        Ordering(make_policy("stair", scores=[1.0, 2.0, 3.0]), [1, 2])
-    with pytest.raises(ValueError, match="order 'saw' has no setting lengths"):
-        make_policy("saw", lengths=[1.0])
+        Ordering(Stair(scores=[1.0, 2.0, 3.0]), [1, 2])
     with pytest.raises(ValueError, match="batch must be at least 1, got 0"):
         LengthGrouped([1, 2], batch=0)
 

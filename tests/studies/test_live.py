@@ -12,8 +12,8 @@ import gradherd as gh
 from gradherd.comm import run_ranks
 from gradherd.comm.script import run_together
 from gradherd.ordering import CDGraB, Ordering, parallel_herding_bound
-from gradherd.ordering.live import CDGraBLive
 from gradherd.ordering.policy import ShardedRows
+from studies.methods.live import CDGraBLive
 from tests.ordering.helpers import lists, visited, whole_vectors
 
 
@@ -56,8 +56,8 @@ def test_it_keeps_balance_where_gradients_change_steadily():
     generator = torch.Generator().manual_seed(0)
     start, change = torch.randn(2, 2, 200, 16, generator=generator, dtype=torch.float64)
     bounds = {}
-    for name in ("cd-grab", "cd-grab-live"):
-        ordering = Ordering(gh.make_policy(name), [200, 200], seed=1)
+    for name, policy in (("cd-grab", CDGraB()), ("cd-grab-live", CDGraBLive())):
+        ordering = Ordering(policy, [200, 200], seed=1)
         for epoch in range(30):
             vectors = list(start + epoch * change)
             bounds[name] = parallel_herding_bound(vectors, ordering.orders) / (1 + epoch)
@@ -87,6 +87,8 @@ COLUMNS = (slice(0, 3), slice(3, 5))
 def test_weights_are_checked(weight):
     with pytest.raises(ValueError, match="weight must be a finite number, at least 0, got"):
         CDGraBLive(weight=weight)
+    with pytest.raises(ValueError, match="weight must be a number, got 'a'"):
+        CDGraBLive(weight="a")
 
 
 def train(policy, steps, state=None):
@@ -116,9 +118,9 @@ def train(policy, steps, state=None):
 
 
 def on_ranks():
-    straight, _ = train("cd-grab-live", 25)
-    _, saved = train("cd-grab-live", 15)  # in the middle of the third epoch
-    resumed, _ = train("cd-grab-live", 10, saved)
+    straight, _ = train(CDGraBLive(), 25)
+    _, saved = train(CDGraBLive(), 15)  # in the middle of the third epoch
+    resumed, _ = train(CDGraBLive(), 10, saved)
     plain, _ = train("cd-grab", 25)
     return straight, resumed, plain
 

@@ -15,7 +15,6 @@ Shapes: n units, b time steps of a call, M workers, D columns of a row, T time s
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -24,7 +23,6 @@ from torch import Tensor
 from gradherd.comm.script import AllReduceSmall, Script
 from gradherd.ordering.policy import EpochState, Policy, Rows, ShardedRows, Start
 from gradherd.ordering.random import SeededRandom
-from gradherd.ordering.shuffles import WithoutGradients
 
 
 class UnitValues:
@@ -144,7 +142,7 @@ class ScoreOrder(Policy):
     """
 
     name: str
-    """Its name in the registry."""
+    """Its name in studies and records."""
     # Not in the repr: saved states are compared by it, and it would contain an address.
     arrange: Arrange = field(repr=False)
     """Turns easy-to-hard into the order of visits."""
@@ -222,10 +220,28 @@ def _squares(rows: Tensor) -> Tensor:
     return norms.square()
 
 
-# What the registry names.
-CURRICULUM = partial(ScoreOrder, "curriculum", easy_to_hard)
-STAIR = partial(ScoreOrder, "stair", stair)
-SAW = partial(ScoreOrder, "saw", saw)
+@dataclass(frozen=True)
+class Curriculum(ScoreOrder):
+    """Easy to hard."""
+
+    name: str = "curriculum"
+    arrange: Arrange = field(default=easy_to_hard, repr=False)
+
+
+@dataclass(frozen=True)
+class Stair(ScoreOrder):
+    """A curriculum in two sections, folded around their border."""
+
+    name: str = "stair"
+    arrange: Arrange = field(default=stair, repr=False)
+
+
+@dataclass(frozen=True)
+class Saw(ScoreOrder):
+    """A curriculum in three sections that goes up, down and up around their borders."""
+
+    name: str = "saw"
+    arrange: Arrange = field(default=saw, repr=False)
 
 
 # As in transformers: groups of 50 batches, but at least four groups, or little would be random.
@@ -260,7 +276,7 @@ def group_by_length(permutation: Tensor, lengths: Tensor, batch: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LengthGrouped(WithoutGradients):
+class LengthGrouped(Policy):
     """Give batches sequences of about the same length.
 
     >>> LengthGrouped([5, 9, 7], batch=2)
@@ -273,6 +289,7 @@ class LengthGrouped(WithoutGradients):
     batch: int
     """Units in a rank's batch: batch_size / unit."""
 
+    needs_rows: ClassVar[bool] = False
     start: ClassVar[Start | None] = "computed"
 
     def __post_init__(self) -> None:
@@ -280,6 +297,13 @@ class LengthGrouped(WithoutGradients):
             raise ValueError(f"batch must be at least 1, got {self.batch}")
         if not isinstance(self.lengths, UnitValues):
             object.__setattr__(self, "lengths", UnitValues("lengths", self.lengths))
+
+    def observe(
+        self, state: EpochState, rows: Rows, seen: Tensor, random: SeededRandom
+    ) -> Script[None]:
+        """Count the steps; gradients are ignored."""
+        state.steps += len(seen)
+        yield from ()  # nothing to ask of other ranks
 
     def reorder(
         self, orders: list[Tensor], state: EpochState, epoch: int, random: SeededRandom
