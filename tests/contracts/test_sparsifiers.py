@@ -281,7 +281,7 @@ def test_warm_up_asks_for_fewer_from_step_to_step(name, start):
         pytest.skip("sends everything at every step")
     spy, dim, last = Spy(make_sparsifier(name, 0.01)), 2000, 0.01
     settings = Sparsify(method=spy, warmup_steps=4, warmup_from=start)
-    workers = VirtualWorkers(settings, dim, 2, stacked=False)  # as real ranks: also if called off
+    workers = VirtualWorkers(settings, dim, 2)
     selected = []
     for step in range(7):
         workers.step(normal(step, 2, dim))

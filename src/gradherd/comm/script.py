@@ -309,7 +309,7 @@ def _run_all(requests: Sequence[Any]) -> list[ScriptResult]:
             return [ScriptResult(joined, collectives.all_gather_bytes(t, size)) for t in tensors]
         case AllToAll():
             _check_equal([len(tensor) for tensor in tensors] + [size], "number of rows")
-            columns = [torch.stack([t[rank] for t in tensors]) for rank in range(size)]
+            columns = torch.stack(tensors, dim=1)
             sent = [collectives.all_to_all_bytes(tensor, size) for tensor in tensors]
             return [ScriptResult(*pair) for pair in zip(columns, sent, strict=True)]
         case Broadcast():

@@ -74,8 +74,21 @@ def padding(counts: Sequence[int]) -> float:
     return len(counts) * max(counts) / total if total else 1.0
 
 
-def select(step: Step, finite: bool, method: Selector) -> Script[Selection | None]:
-    """Agree on what is sent of (S,) `step.acc`; None, on all workers, if one is not `finite`."""
+def select(
+    step: Step, finite: bool, method: Selector, known: list[Selection] | None = None
+) -> Script[Selection | None]:
+    """Agree on what is sent of (S,) `step.acc`.
+
+    Args:
+        step: The step.
+        finite: Whether all values of this worker are.
+        method: What selects.
+        known: What other workers of this process have agreed on in this step, where all agree on
+            it alike (`Selector.agrees_alone`): it is agreed on once.
+
+    Returns:
+        The selection; None, on all workers, if one of them is not `finite`.
+    """
     # A worker with values that are not finite must still take part, or the others would hang. It
     # proposes zeros, and its flag calls the step off everywhere.
     step = step if finite else replace(step, acc=torch.zeros_like(step.acc))
@@ -84,17 +97,14 @@ def select(step: Step, finite: bool, method: Selector) -> Script[Selection | Non
     proposal = method.propose(step) if step.dim else Proposal(flag[:0])
     # The flag and the method's header share one message: a round costs more than its few bytes.
     headers: Tensor = yield AllGather(torch.cat([flag, proposal.header]))
+    if known:
+        return known[0]
     headers = headers.cpu()  # The host waits for the device here: later shapes depend on headers.
     if not bool(headers[:, 0].all()):
         return None
-    return (yield from agreed(step, proposal, headers[:, 1:], method))
-
-
-def agreed(step: Step, proposal: Proposal, headers: Tensor, method: Selector) -> Script[Selection]:
-    """Have a method agree on what is sent, given the (R, H) headers of all workers."""
     if not step.dim:
         return Selection(step.everything(), [0] * step.size, step.state)
-    script = method.agree(step, proposal.own, headers)
+    script = method.agree(step, proposal.own, headers[:, 1:])
     check_script(script, method, "agree")
     selection = yield from script
     # A worker loads a saved state only if `begin` makes one to compare it with.
@@ -104,6 +114,8 @@ def agreed(step: Step, proposal: Proposal, headers: Tensor, method: Selector) ->
             f"{type(method).__name__}.begin returned {kinds[0]}, but agree {kinds[1]}: both must "
             "return a state, or both None"
         )
+    if known is not None:
+        known.append(selection)
     return selection
 
 

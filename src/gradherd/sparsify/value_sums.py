@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradherd.comm.script import AllGather, AllToAll, Script, run_together
+from gradherd.comm.script import AllGather, AllToAll, Script
 from gradherd.gpu import has_triton
 from gradherd.sparsify.message_sizes import (
     ONE_ROUND_BYTES,
@@ -288,50 +288,6 @@ def _apart(joined: Tensor, kinds: Sequence[_Slices]) -> Sequence[Tensor]:
     # Cloned, because a view as another dtype needs aligned memory.
     rest = rest.clone(memory_format=torch.contiguous_format)
     return [few, rest.view(kinds[1].rest_dtype)]
-
-
-class StackedSums(NamedTuple):
-    """`ValueSums` of all workers of a process."""
-
-    total: Tensor
-    """(K,)"""
-    errors: Tensor | None
-    """(R, K)"""
-    owner_errors: list[Tensor | None]
-    bytes: list[int]
-    """That each worker has sent."""
-
-
-def sum_rows(
-    rows: Tensor,
-    always: int,
-    form: ValueFormat,
-    dim: int,
-    owner_errors: Sequence[Tensor | None] | None = None,
-) -> StackedSums:
-    """Do `sum_values` for all workers of this process, with (R, K) values of all of them."""
-    size, count = rows.shape
-    owned: list[Tensor | None] = [None] * size if owner_errors is None else list(owner_errors)
-    if form != "fp32":
-        # Rounding is a worker's own affair, down to who rounds which slice of the sum.
-        contexts = [StepContext(0, rank, size) for rank in range(size)]
-        each = zip(rows, contexts, owned, strict=True)
-        results = run_together(
-            [sum_values(row, always, at, form, dim, owner) for row, at, owner in each]
-        )
-        sums = [one.value for one in results]
-        owned = [one.owner_error for one in sums]
-        errors = None
-        if sums[0].error is not None:
-            # With an owner's error, values were overwritten.
-            errors = rows if owned[0] is not None else torch.stack([one.error for one in sums])
-        return StackedSums(sums[0].total, errors, owned, [one.bytes for one in results])
-    width = rows.element_size()
-    # What `sum_values` would send, in one round or in two.
-    one = _fits_one_round(count * width, size, dim * width)
-    elements = count if one else 2 * -(-count // size)
-    sent = [elements * width * (size - 1)] * size
-    return StackedSums(_sum_in_order(rows), None, owned, sent)
 
 
 def _fits_one_round(size: int, ranks: int, dense: int) -> bool:

@@ -37,21 +37,16 @@ class ErrorFeedback:
     """The residual of one worker, and its velocity if there is momentum.
 
     Args:
-        shape: D, or (R, D) for the residuals of R workers that always send together.
+        dim: D.
         dtype: Dtype of the residual: float32, or float64 for a model of doubles.
         device: Device of the residual.
         momentum: Factor of the momentum correction; 0 needs no velocity.
     """
 
     def __init__(
-        self,
-        shape: int | tuple[int, int],
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        momentum: float = 0.0,
+        self, dim: int, *, dtype: torch.dtype, device: torch.device, momentum: float = 0.0
     ) -> None:
-        self.residual = torch.zeros(shape, dtype=dtype, device=device)
+        self.residual = torch.zeros(dim, dtype=dtype, device=device)
         self.acc = torch.zeros_like(self.residual)
         # Whether something was not finite. On a GPU the kernel that adds notes it for free; on a
         # CPU it would take a pass of its own.
@@ -61,20 +56,6 @@ class ErrorFeedback:
         self._placement: Placement | None = None
         self.velocity = torch.zeros_like(self.residual) if momentum else None
         self._next_velocity = torch.zeros_like(self.residual) if momentum else None
-
-    def rows(self) -> list["ErrorFeedback"]:
-        """Return the feedback of each of R workers; call it again after `commit` of the whole."""
-        pairs = [
-            [None] * len(self.residual) if rows is None else list(rows)
-            for rows in (self.residual, self.acc, self.velocity, self._next_velocity)
-        ]
-        result = []
-        for residual, acc, velocity, following in zip(*pairs, strict=True):
-            row = ErrorFeedback.__new__(ErrorFeedback)
-            row.residual, row.acc, row._bad, row._momentum = residual, acc, None, self._momentum
-            row.velocity, row._next_velocity, row._placement = velocity, following, None
-            result.append(row)
-        return result
 
     def part(self, vector: Tensor, begin: int, count: int) -> Tensor:
         """Return one parameter's part of a (D,) vector of this worker, as a view."""
@@ -102,25 +83,19 @@ class ErrorFeedback:
 
         Args:
             begin: First coordinate of the gradient.
-            grad: Flat gradient; with R workers, one in each row.
+            grad: Flat gradient.
             scale: Factor of the gradient.
             clear: Whether to set `grad` to zero; on a GPU the same kernel does it.
         """
-        part = slice(begin, begin + grad.shape[-1])
+        part = slice(begin, begin + len(grad))
         if self.velocity is None or self._next_velocity is None:
-            kernels.add(
-                self.residual[..., part],
-                grad,
-                scale,
-                self.acc[..., part],
-                bad=self._bad,
-                clear=clear,
-            )
+            old, new = self.residual[part], self.acc[part]
+            kernels.add(old, grad, scale, new, bad=self._bad, clear=clear)
             return
         # Momentum correction: velocities accumulate in the residual, instead of gradients.
-        velocity = self._next_velocity[..., part]
-        torch.mul(self.velocity[..., part], self._momentum, out=velocity).add_(grad, alpha=scale)
-        torch.add(self.residual[..., part], velocity, out=self.acc[..., part])
+        velocity = self._next_velocity[part]
+        torch.mul(self.velocity[part], self._momentum, out=velocity).add_(grad, alpha=scale)
+        torch.add(self.residual[part], velocity, out=self.acc[part])
         if clear:
             grad.zero_()
 
@@ -154,23 +129,22 @@ class ErrorFeedback:
 
         Args:
             indices: (K,) coordinates that were sent; None is all.
-            remainder: (K,) what this worker keeps at those coordinates, with R workers (R, K);
-                None is nothing.
+            remainder: (K,) what this worker keeps at those coordinates; None is nothing.
             restarted: Coordinates whose velocity restarts; None is none.
             low_pass: Weight of the new residual against the old one.
             excluded: The ranges that `exclude` was called for; they stay as they were.
         """
         if self._next_velocity is not None and restarted is not None:
-            self._next_velocity.index_fill_(-1, restarted, 0)
+            self._next_velocity.index_fill_(0, restarted, 0)
         if indices is None:
             if remainder is None:
                 self.acc.zero_()
             elif remainder.data_ptr() != self.acc.data_ptr():  # Rounding may have left it there.
                 self.acc.copy_(remainder)
         elif remainder is None:
-            self.acc.index_fill_(-1, indices, 0)
+            self.acc.index_fill_(0, indices, 0)
         else:
-            self.acc.index_copy_(-1, indices, remainder)
+            self.acc.index_copy_(0, indices, remainder)
         for begin, end in excluded or []:
             self.acc[begin:end] = self.residual[begin:end]
             if self.velocity is not None and self._next_velocity is not None:
@@ -288,7 +262,6 @@ class Worker:
         layers: Number of elements of each sparsified parameter; None is one parameter.
         dtype: Dtype of the residual.
         device: Device of the residual.
-        feedback: The residual, if it is part of a larger tensor; None makes one.
 
     Raises:
         ValueError: The vector is too long for int32 indices.
@@ -305,7 +278,6 @@ class Worker:
         layers: list[int] | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        feedback: ErrorFeedback | None = None,
     ) -> None:
         if dim > MAX_COORDINATES:
             raise ValueError(f"{dim:,} coordinates are too many: indices reach {MAX_COORDINATES:,}")
@@ -317,7 +289,7 @@ class Worker:
         """Steps that were taken, and steps that were called off."""
         self._layers = layers or [self.sparse]
         self.state = settings.method.begin(self.sparse, size, self._layers)
-        self.feedback = feedback or ErrorFeedback(
+        self.feedback = ErrorFeedback(
             dim, dtype=dtype, device=torch.device(device), momentum=settings.momentum
         )
         self.owner_error: Tensor | None = None
@@ -401,8 +373,11 @@ class Worker:
         k = target_count(self.settings.density(self.step), self.sparse)
         return Step(**vars(self.context), acc=acc, k=k, state=self.state)
 
-    def script(self) -> Script[Outcome | None]:
+    def script(self, known: list[Selection] | None = None) -> Script[Outcome | None]:
         """Average the selected coordinates over workers.
+
+        Args:
+            known: As for `exchange.select`.
 
         Returns:
             The outcome; None, on all workers, if a value of any worker or a sum is not finite.
@@ -410,7 +385,7 @@ class Worker:
         settings, context, sparse = self.settings, self.context, self.sparse
         acc, form = self.feedback.acc, settings.values
         step, finite = self.next_step(acc[:sparse]), self.feedback.finite()
-        selection = yield from select(step, finite, settings.method)
+        selection = yield from select(step, finite, settings.method, known)
         if selection is None:
             return None
         # Small parameters are sent together with the selected values, in the same rounds.
@@ -475,7 +450,7 @@ class Worker:
         self.feedback.commit(
             outcome.indices,
             remainder,
-            restarted=self.restarted(outcome),
+            restarted=self._restarted(outcome),
             low_pass=outcome.selection.low_pass,
             excluded=excluded,
         )
@@ -520,7 +495,7 @@ class Worker:
         if self.owner_error is not None:
             self.owner_error.zero_()
 
-    def restarted(self, outcome: Outcome) -> Tensor | None:
+    def _restarted(self, outcome: Outcome) -> Tensor | None:
         """Return where velocities restart, so that stale momentum does not carry on.
 
         Momentum factor masking (section 3.3 of Deep Gradient Compression) is for coordinates that
