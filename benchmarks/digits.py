@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
-from gradherd.comm import run_ranks
+from gradherd.lab.ranks import run_ranks
 
 L2, RANKS = 1e-4, 4
 

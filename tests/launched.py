@@ -15,7 +15,7 @@ import tempfile
 
 import torch.distributed as dist
 
-from gradherd.comm import run_ranks
+from gradherd.lab.ranks import run_ranks
 
 
 def printed_under_torchrun(size: int, *words: object) -> str:

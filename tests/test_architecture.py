@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
-from gradherd.comm import run_ranks
+from gradherd.lab.ranks import run_ranks
 
 ROOT = Path(gh.__file__).parent
 PAGE = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text()

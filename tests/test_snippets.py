@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
-from gradherd.comm import run_ranks
+from gradherd.lab.ranks import run_ranks
 from gradherd.lab.train.record import write_record
 from tests.lab.report.sample_records import orders
 

@@ -7,16 +7,39 @@ broadcasts its indices. With large learning rates residuals drift apart; a low-p
 residuals keeps them similar.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradherd.comm.script import Broadcast, Script
+from gradherd.comm import collectives
+from gradherd.comm.script import Request, Script, ScriptResult, check_equal
 from gradherd.sparsify.kernels import topk_indices
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.selector import Proposal, Selection, Selector, Step, check_density
+
+
+@dataclass(frozen=True)
+class Broadcast(Request):
+    """Send the tensor of rank `src` to all ranks; the others give one of its shape and dtype."""
+
+    tensor: Tensor
+    src: int
+
+    def start(self, world: Any) -> collectives.PendingCollective:
+        """Send a copy: a broadcast writes into its tensor, and this one belongs to the script."""
+        sent = collectives.broadcast(self.tensor.clone(), world, src=self.src)
+        return collectives.PendingCollective(*sent)
+
+    @staticmethod
+    def answer_all(requests: Sequence["Broadcast"]) -> list[ScriptResult]:
+        """Give all workers the tensor of one."""
+        check_equal([request.src for request in requests], "src")
+        tensor = requests[requests[0].src].tensor
+        sent = collectives.broadcast_bytes(tensor, len(requests))
+        return [ScriptResult(tensor, sent)] * len(requests)
 
 
 @dataclass(frozen=True)

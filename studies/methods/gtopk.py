@@ -14,13 +14,17 @@ was not. Dropped values stay in the residual of the worker that selected them.
 Letters: R workers, k entries of a sparse vector, B bytes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from gradherd.comm.script import Script, SendRecv
+from gradherd.comm.collectives import PendingCollective, nbytes
+from gradherd.comm.script import Request, Script, ScriptResult
 from gradherd.sparsify.kernels import topk_indices
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.selector import (
@@ -31,6 +35,59 @@ from gradherd.sparsify.selector import (
     StepContext,
     check_density,
 )
+
+# Keeps these messages apart from the user's own, whose tag is 0 by default.
+_TAG = 0x6774
+
+
+@dataclass(frozen=True)
+class SendRecv(Request):
+    """Send `tensor` to rank `dst` and receive one like `like` from rank `src`.
+
+    Results in the received tensor, or None. A None rank is no peer; a rank that neither sends nor
+    receives in a round yields `SendRecv()`, so that scripts stay in lockstep.
+    """
+
+    tensor: Tensor | None = None
+    dst: int | None = None
+    like: Tensor | None = None
+    src: int | None = None
+
+    def start(self, world: Any) -> PendingCollective:
+        """Start to send and to receive."""
+        received: Any = None
+        operations, sent = [], 0
+        message = partial(dist.P2POp, group=world.group, tag=_TAG)
+        if self.src is not None and self.like is not None:
+            received = torch.empty_like(self.like)
+            operations.append(message(dist.irecv, received, group_peer=self.src))
+        if self.dst is not None and self.tensor is not None:
+            operations.append(message(dist.isend, self.tensor.contiguous(), group_peer=self.dst))
+            sent = nbytes(self.tensor)
+        # In one batch: nccl deadlocks if two ranks both send first and receive second.
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return PendingCollective(received, sent, tuple(works))
+
+    @staticmethod
+    def answer_all(requests: Sequence["SendRecv"]) -> list[ScriptResult]:
+        """Hand every message over; raise where real ranks would wait for ever."""
+        results = []
+        for rank, request in enumerate(requests):
+            received = None
+            if request.dst is not None and requests[request.dst].src != rank:
+                raise RuntimeError(
+                    f"rank {rank} sends to rank {request.dst}, which does not receive"
+                )
+            if request.src is not None:
+                sender = requests[request.src]
+                if sender.dst != rank or sender.tensor is None or request.like is None:
+                    raise RuntimeError(
+                        f"rank {rank} receives from rank {request.src}, which does not send to it"
+                    )
+                received = sender.tensor
+            message = request.tensor if request.dst is not None else None
+            results.append(ScriptResult(received, 0 if message is None else nbytes(message)))
+        return results
 
 
 @dataclass(frozen=True)

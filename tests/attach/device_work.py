@@ -8,7 +8,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradherd as gh
-from gradherd.comm import World, all_reduce_small, collectives
+from gradherd.comm import collectives
+from gradherd.comm.collectives import all_reduce_small
+from gradherd.comm.world import World
 
 # By name: the package has a function `attach`, too.
 sparse_hook = importlib.import_module("gradherd.hooks.sparse_hook")

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 
 from gradherd import ExactRows, OrderedSampler, attach
-from gradherd.comm import run_ranks
+from gradherd.lab.ranks import run_ranks
 from gradherd.ordering import Ordering
 
 DIM, CLASSES, EPOCHS = 5, 3, 3

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradherd.comm import run_ranks
+from gradherd.lab.ranks import run_ranks
 from tests.attach import agreement_work as work
 from tests.attach.agreement_work import SAME, SPARSE
 

@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradherd import BatchRows, ExactRows, LocalSteps, OrderedSampler, SketchRows, World, attach
-from gradherd.comm import run_ranks
+from gradherd.lab.ranks import run_ranks
 from gradherd.replay.recorded import replay_order
 from gradherd.rows.settings import choose_rows
 from tests.attach import attach_work

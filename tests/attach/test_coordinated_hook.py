@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gradherd.comm import run_ranks
+from gradherd.lab.ranks import run_ranks
 from tests.attach import attach_work
 from tests.attach.attach_work import Loop
 from tests.ordering.helpers import same

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradherd.comm import run_ranks
+from gradherd.lab.ranks import run_ranks
 from tests.attach import detach_work as work
 
 

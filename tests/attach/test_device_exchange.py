@@ -7,8 +7,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from gradherd.comm import World, run_ranks
+from gradherd.comm.world import World
 from gradherd.hooks.device_exchange import DeviceExchange
+from gradherd.lab.ranks import run_ranks
 from tests.attach import device_work
 
 

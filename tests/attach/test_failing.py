@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 import gradherd as gh
-from gradherd.comm import run_ranks
 from gradherd.hooks.flat_weights import FlatWeights
 from gradherd.hooks.row_plan import check_device
-from gradherd.lab.ranks import RankError
+from gradherd.lab.ranks import RankError, run_ranks
 from tests.attach import failing_work as work
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradherd.comm import run_ranks
+from gradherd.lab.ranks import run_ranks
 from tests.attach import fsdp_work
 
 EVEN = 5 * 8 + 8 + 8 * 12 + 12 + 12 * 3 + 3  # elements of fsdp_work.Even

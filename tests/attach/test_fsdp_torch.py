@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gradherd.comm import run_ranks
 from gradherd.hooks import fsdp_torch
 from gradherd.hooks.fsdp_checks import check_parameters
 from gradherd.hooks.layouts import ColumnLayout, ShardSpan
+from gradherd.lab.ranks import run_ranks
 
 
 def on_one_rank():

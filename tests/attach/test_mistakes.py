@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from gradherd import OrderedSampler, attach
-from gradherd.comm import checks, run_ranks
+from gradherd.comm import checks
+from gradherd.lab.ranks import run_ranks
 from tests.attach import mistake_work
 
 DATA = TensorDataset(torch.randn(24, 3, generator=torch.Generator().manual_seed(0)))

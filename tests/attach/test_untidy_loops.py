@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
 import gradherd as gh
-from gradherd.comm import run_ranks
+from gradherd.lab.ranks import run_ranks
 from tests.attach import loops, untidy_work
 
 COUNT, BATCH, EPOCHS = 24, 4, 3

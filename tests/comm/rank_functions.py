@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gradherd.comm import (
-    World,
+from gradherd.comm.collectives import (
     all_gather,
     all_reduce,
     all_reduce_small,
     all_to_all,
     broadcast,
 )
+from gradherd.comm.world import World
 
 
 def nothing():

@@ -1,15 +1,9 @@
 import pytest
 import torch
 
-from gradherd.comm import (
-    World,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    broadcast,
-    run_ranks,
-)
-from gradherd.comm.collectives import CollectiveError
+from gradherd.comm.collectives import CollectiveError, all_gather, all_reduce, all_to_all, broadcast
+from gradherd.comm.world import World
+from gradherd.lab.ranks import run_ranks
 from tests.comm import rank_functions
 
 FLOAT, LONG, DOUBLE, INT = 4, 8, 8, 4  # bytes

@@ -3,9 +3,9 @@ import threading
 import pytest
 import torch
 
-from gradherd.comm import run_ranks
 from gradherd.comm.sliced_mean import SlicedMean
 from gradherd.comm.world import World
+from gradherd.lab.ranks import run_ranks
 from tests.attach import attach_work
 
 LENGTHS = [1, 7, 2, 64, 3]  # odd ones, and some shorter than the number of ranks

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from gradherd.comm import World
+from gradherd.comm.world import World
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import gradherd
-from gradherd.comm import run_ranks
+from gradherd.lab.ranks import run_ranks
 from gradherd.sparsify.registry import (
     SPARSIFIERS,
     make_sparsifier,

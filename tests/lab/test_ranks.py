@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from gradherd.comm import run_ranks
-from gradherd.lab.ranks import RankError
+from gradherd.lab.ranks import RankError, run_ranks
 from tests.comm import rank_functions
 
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from gradherd import CDGraB, OrderedSampler, World
-from gradherd.comm import run_ranks
 from gradherd.comm.script import RankRunner, SharedRunner, run_together
 from gradherd.comm.sliced_mean import mean_bytes
+from gradherd.lab.ranks import run_ranks
 from gradherd.ordering import Ordering
 from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import RowGatherer, observe_gathered

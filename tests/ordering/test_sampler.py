@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from gradherd import POLICIES, CDGraB, OrderedSampler, Walk, World
-from gradherd.comm import run_ranks
+from gradherd.lab.ranks import run_ranks
 from gradherd.ordering.batches import FollowedLoader
 
 LEARNED = ["grab", "pair-grab", "id-grab", "id-pair-grab", "cd-grab"]

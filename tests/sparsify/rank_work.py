@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from gradherd.comm import World
 from gradherd.comm.script import ScriptResult, run, run_together
+from gradherd.comm.world import World
 from gradherd.sparsify.exchange import gather_indices
 from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.selector import StepContext

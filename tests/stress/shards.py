@@ -15,8 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import gradherd as gh
-from gradherd.comm import run_ranks
-from gradherd.lab.ranks import RankError
+from gradherd.lab.ranks import RankError, run_ranks
 from tests.attach import fsdp_sparse_work as work
 from tests.attach.fsdp_work import mesh_of
 

@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
-from gradherd.comm import run_ranks
 from gradherd.comm.script import run_together
+from gradherd.lab.ranks import run_ranks
 from gradherd.ordering import CDGraB, Ordering, parallel_herding_bound
 from gradherd.ordering.policy import ShardedRows
 from studies.methods.live import CDGraBLive

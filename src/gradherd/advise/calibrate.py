@@ -72,13 +72,12 @@ def ring_seconds(
     """
     if world.size == 1:
         return 0.0
-    # One buffer for both directions: what arrives does not matter.
     message, times = torch.zeros(size, dtype=torch.uint8, device=device), []
     following, previous = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     for _ in range(1 + repeats):
         all_reduce(torch.zeros(1, device=device), world)  # a barrier: start together
         begin = _now(device)
-        send_recv(message, following, message, previous, world)
+        send_recv(message, following, previous, world)
         times.append(_now(device) - begin)
     # A round takes as long as its slowest rank. The first round opens connections: leave it out.
     rounds = all_gather(torch.tensor(times[1:], device=device), world).value.amax(0)

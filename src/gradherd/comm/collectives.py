@@ -305,33 +305,15 @@ def gather(tensor: Tensor, world: World) -> list[Tensor]:
     return tensors
 
 
-def send_recv(
-    tensor: Tensor | None, dst: int | None, like: Tensor | None, src: int | None, world: World
-) -> tuple[Tensor | None, int]:
-    """Send `tensor` to rank `dst` and receive a tensor like `like` from rank `src`.
-
-    Args:
-        tensor: The tensor to send, or None.
-        dst: The rank to send to; None sends nothing.
-        like: A tensor of the shape, dtype and device to receive, or None.
-        src: The rank to receive from; None receives nothing.
-        world: The ranks that `dst` and `src` count in.
-
-    Returns:
-        The received tensor, or None, and the bytes sent.
-    """
-    received, sent, operations = None, 0, []
+def send_recv(tensor: Tensor, dst: int, src: int, world: World) -> Tensor:
+    """Send `tensor` to rank `dst`; return the one of its shape that arrives from rank `src`."""
+    received = torch.empty_like(tensor)
     message = partial(dist.P2POp, group=world.group, tag=_TAG)
-    if src is not None and like is not None:
-        received = torch.empty_like(like)
-        operations.append(message(dist.irecv, received, group_peer=src))
-    if dst is not None and tensor is not None:
-        operations.append(message(dist.isend, tensor.contiguous(), group_peer=dst))
-        sent = nbytes(tensor)
+    sending = message(dist.isend, tensor.contiguous(), group_peer=dst)
     # In one batch: nccl deadlocks if two ranks both send first and receive second.
-    for work in dist.batch_isend_irecv(operations) if operations else []:
+    for work in dist.batch_isend_irecv([message(dist.irecv, received, group_peer=src), sending]):
         work.wait()
-    return received, sent
+    return received
 
 
 def _gather_over_gloo(

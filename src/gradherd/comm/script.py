@@ -15,6 +15,7 @@ rank holds alike; `RankRunner` is its counterpart on a real rank.
 Shapes: R ranks.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -23,18 +24,60 @@ import torch
 from torch import Tensor
 
 from gradherd.comm import collectives, sliced_mean
+from gradherd.comm.collectives import PendingCollective
 from gradherd.comm.world import World
 
 
+class ScriptResult(NamedTuple):
+    """The value that a script returned, and the bytes its rank sent."""
+
+    value: Any
+    bytes: int
+
+
+class Request(ABC):
+    """A collective that a script asks for; a method of one's own may bring another."""
+
+    @abstractmethod
+    def start(self, world: World) -> PendingCollective:
+        """Start it on this rank; the result is the script's answer."""
+
+    @staticmethod
+    @abstractmethod
+    def answer_all(requests: Sequence[Any]) -> list[ScriptResult]:
+        """Return what real ranks would get that make these requests, in their order."""
+
+    def bytes_for_all(self, size: int) -> int:
+        """Return the bytes of one of `size` ranks, if this request is made once for all of them."""
+        raise RuntimeError(f"a script for all workers cannot ask for {type(self).__name__}")
+
+
 @dataclass(frozen=True)
-class AllGather:
+class AllGather(Request):
     """Stack the tensors of all ranks, which have the same shape: results in (R, ...)."""
 
     tensor: Tensor
 
+    def start(self, world: World) -> PendingCollective:
+        """Gather; without a copy if there is nobody else: it may be a whole gradient."""
+        if world.size == 1:
+            return PendingCollective(self.tensor.unsqueeze(0), 0)
+        return collectives.all_gather_start(self.tensor, world)
+
+    @staticmethod
+    def answer_all(requests: Sequence["AllGather"]) -> list[ScriptResult]:
+        """Stack."""
+        rows = torch.stack([request.tensor for request in requests])
+        sent = collectives.all_gather_bytes(rows[0], len(rows))
+        return [ScriptResult(rows, sent)] * len(rows)
+
+    def bytes_for_all(self, size: int) -> int:
+        """Return the bytes of one of the stacked tensors."""
+        return collectives.all_gather_bytes(self.tensor[0], size)
+
 
 @dataclass(frozen=True)
-class AllGatherUneven:
+class AllGatherUneven(Request):
     """Concatenate the (n_r,) tensors of all ranks: results in (sum of `sizes`,).
 
     All ranks know all lengths beforehand, so nothing is padded.
@@ -43,62 +86,88 @@ class AllGatherUneven:
     tensor: Tensor
     sizes: Sequence[int]
 
+    def start(self, world: World) -> PendingCollective:
+        """Gather."""
+        return PendingCollective(*collectives.all_gather_uneven(self.tensor, self.sizes, world))
+
+    @staticmethod
+    def answer_all(requests: Sequence["AllGatherUneven"]) -> list[ScriptResult]:
+        """Concatenate, as gloo does it, without padding; nccl would send more."""
+        tensors, size = [request.tensor for request in requests], len(requests)
+        lengths = [len(tensor) for tensor in tensors]
+        check_equal([list(request.sizes) for request in requests] + [lengths], "lengths")
+        joined = torch.cat(tensors)
+        return [ScriptResult(joined, collectives.all_gather_bytes(t, size)) for t in tensors]
+
 
 @dataclass(frozen=True)
-class AllReduceSmall:
+class AllReduceSmall(Request):
     """Sum a small tensor over all ranks: results in a tensor of its shape, equal on all ranks."""
 
     tensor: Tensor
 
+    def start(self, world: World) -> PendingCollective:
+        """Sum."""
+        return PendingCollective(*collectives.all_reduce_small(self.tensor, world))
+
+    @staticmethod
+    def answer_all(requests: Sequence["AllReduceSmall"]) -> list[ScriptResult]:
+        """Sum by the expression of `all_reduce_small`, and so to the same bits.
+
+        In a world too large for that, the backend chooses the order of summation.
+        """
+        total = torch.stack([request.tensor for request in requests]).sum(0)
+        sent = collectives.all_reduce_small_bytes(total, len(requests))
+        return [ScriptResult(total, sent)] * len(requests)
+
+    def bytes_for_all(self, size: int) -> int:
+        """Return the bytes of the total."""
+        return collectives.all_reduce_small_bytes(self.tensor, size)
+
 
 @dataclass(frozen=True)
-class AllToAll:
+class AllToAll(Request):
     """Send row r of `tensor` (R, ...) to rank r: results in (R, ...), row i from rank i."""
 
     tensor: Tensor
 
+    def start(self, world: World) -> PendingCollective:
+        """Send all rows."""
+        return collectives.all_to_all_start(self.tensor, world)
+
+    @staticmethod
+    def answer_all(requests: Sequence["AllToAll"]) -> list[ScriptResult]:
+        """Transpose."""
+        tensors, size = [request.tensor for request in requests], len(requests)
+        check_equal([len(tensor) for tensor in tensors] + [size], "number of rows")
+        columns = torch.stack(tensors, dim=1)
+        sent = collectives.all_to_all_bytes(tensors[0], size)
+        return [ScriptResult(column, sent) for column in columns]
+
 
 @dataclass(frozen=True)
-class ScatterColumns:
+class ScatterColumns(Request):
     """Send each rank C = D / R columns of `tensor` (n, D), padded: results in (R, n, C)."""
 
     tensor: Tensor
 
+    def start(self, world: World) -> PendingCollective:
+        """Send all slices."""
+        return sliced_mean.scatter_columns_start(self.tensor, world)
 
-@dataclass(frozen=True)
-class Broadcast:
-    """Send the tensor of rank `src` to all ranks; the others give one of its shape and dtype."""
+    @staticmethod
+    def answer_all(requests: Sequence["ScatterColumns"]) -> list[ScriptResult]:
+        """Send slices as rows."""
+        slices = [sliced_mean.column_slices(request.tensor, len(requests)) for request in requests]
+        return AllToAll.answer_all([AllToAll(each) for each in slices])
 
-    tensor: Tensor
-    src: int
-
-
-@dataclass(frozen=True)
-class SendRecv:
-    """Send `tensor` to rank `dst` and receive one like `like` from rank `src`.
-
-    Results in the received tensor, or None. A None rank is no peer; a rank that neither sends nor
-    receives in a round yields `SendRecv()`, so that scripts stay in lockstep.
-    """
-
-    tensor: Tensor | None = None
-    dst: int | None = None
-    like: Tensor | None = None
-    src: int | None = None
+    def bytes_for_all(self, size: int) -> int:
+        """Return the bytes of one rank's rows."""
+        return sliced_mean.scatter_columns_bytes(self.tensor[0], size)
 
 
-Request: TypeAlias = (
-    AllGather | AllGatherUneven | AllReduceSmall | AllToAll | ScatterColumns | Broadcast | SendRecv
-)
 T = TypeVar("T")
 Script: TypeAlias = Generator[Request, Any, T]
-
-
-class ScriptResult(NamedTuple):
-    """The value that a script returned, and the bytes its rank sent."""
-
-    value: Any
-    bytes: int
 
 
 def check_script(returned: object, method: object, name: str) -> None:
@@ -127,27 +196,8 @@ def run(script: Script[Any], world: World, *, answer: Any = None) -> ScriptResul
             request = script.send(answer)
         except StopIteration as end:
             return ScriptResult(end.value, total)
-        answer, sent = _run_collective(request, world)
+        answer, sent = request.start(world).finished()
         total += sent
-
-
-def _run_collective(request: Request, world: World) -> tuple[Any, int]:
-    match request:
-        case AllGather(tensor):
-            return collectives.all_gather(tensor, world)
-        case AllGatherUneven(tensor, sizes):
-            return collectives.all_gather_uneven(tensor, sizes, world)
-        case AllReduceSmall(tensor):
-            return collectives.all_reduce_small(tensor, world)
-        case AllToAll(tensor):
-            return collectives.all_to_all(tensor, world)
-        case ScatterColumns(tensor):
-            return sliced_mean.scatter_columns_start(tensor, world).finished()
-        case Broadcast(tensor, src):
-            # A broadcast writes into its tensor; that of a request belongs to the script.
-            return collectives.broadcast(tensor.clone(), world, src=src)
-        case SendRecv(tensor, dst, like, src):
-            return collectives.send_recv(tensor, dst, like, src, world)
 
 
 class Runner(Protocol):
@@ -178,22 +228,14 @@ class RankRunner:
             later: The same ranks with a group for the host, for all collectives after the first.
         """
         self._world, self._later = world, world if later is None else later
-        self._pending: tuple[Script[None], collectives.PendingCollective] | None = None
+        self._pending: tuple[Script[None], PendingCollective] | None = None
         self.bytes = 0
 
     def start(self, script: Script[None]) -> None:
-        """Finish the script before, then begin this one, which must gather or scatter first."""
+        """Finish the script before, then begin this one."""
         # First the script before, on all ranks: collectives must be issued in the same order.
         self.finish()
-        request = next(script)
-        assert isinstance(request, AllGather | ScatterColumns), request
-        if isinstance(request, ScatterColumns):
-            pending = sliced_mean.scatter_columns_start(request.tensor, self._world)
-        elif self._world.size == 1:
-            # Without a copy of what may be a whole gradient: scripts do not write to answers.
-            pending = collectives.PendingCollective(request.tensor.unsqueeze(0), 0)
-        else:
-            pending = collectives.all_gather_start(request.tensor, self._world)
+        pending = next(script).start(self._world)
         self.bytes += pending.bytes
         self._pending = script, pending
 
@@ -222,23 +264,12 @@ class SharedRunner:
     def start(self, script: Script[None]) -> None:
         """Run the script."""
         try:
-            request = next(script)
+            request: Any = next(script)
             while True:
-                self.bytes += self._bytes(request)
-                assert isinstance(request, AllGather | AllReduceSmall | ScatterColumns)
+                self.bytes += request.bytes_for_all(self._size)
                 request = script.send(request.tensor)
         except StopIteration:
             return
-
-    def _bytes(self, request: Request) -> int:
-        match request:
-            case AllGather(tensor):
-                return collectives.all_gather_bytes(tensor[0], self._size)
-            case AllReduceSmall(tensor):
-                return collectives.all_reduce_small_bytes(tensor, self._size)
-            case ScatterColumns(tensor):
-                return sliced_mean.scatter_columns_bytes(tensor[0], self._size)
-        raise RuntimeError(f"a script for all workers cannot ask for {type(request).__name__}")
 
     def finish(self) -> None:
         """Do nothing: scripts are run when they are started."""
@@ -279,70 +310,12 @@ def run_together(scripts: Sequence[Script[Any]]) -> list[ScriptResult]:
                 f"workers are out of step: {len(returned)} of {size} have returned, the others "
                 f"request {', '.join(names)}"
             )
-        results = _run_all(requests)
+        results = requests[0].answer_all(requests)
         answers = [result.value for result in results]
         totals = [total + result.bytes for total, result in zip(totals, results, strict=True)]
 
 
-def _run_all(requests: Sequence[Any]) -> list[ScriptResult]:
-    """Return what the same collective on real ranks would give each of them."""
-    size = len(requests)
-    tensors = [request.tensor for request in requests]
-    match requests[0]:
-        case ScatterColumns():
-            slices = [sliced_mean.column_slices(tensor, size) for tensor in tensors]
-            return _run_all([AllToAll(each) for each in slices])
-        case AllGather():
-            rows = torch.stack(tensors)
-            return [ScriptResult(rows, collectives.all_gather_bytes(t, size)) for t in tensors]
-        case AllReduceSmall():
-            # The same expression as in `all_reduce_small`, and so the same bits. In a world too
-            # large for that, the backend chooses the order of summation.
-            total = torch.stack(tensors).sum(0)
-            sent_small = collectives.all_reduce_small_bytes(tensors[0], size)
-            return [ScriptResult(total, sent_small) for _ in tensors]
-        case AllGatherUneven():
-            # As gloo does it, without padding; nccl would send more.
-            lengths = [len(tensor) for tensor in tensors]
-            _check_equal([list(request.sizes) for request in requests] + [lengths], "lengths")
-            joined = torch.cat(tensors)
-            return [ScriptResult(joined, collectives.all_gather_bytes(t, size)) for t in tensors]
-        case AllToAll():
-            _check_equal([len(tensor) for tensor in tensors] + [size], "number of rows")
-            columns = torch.stack(tensors, dim=1)
-            sent = [collectives.all_to_all_bytes(tensor, size) for tensor in tensors]
-            return [ScriptResult(*pair) for pair in zip(columns, sent, strict=True)]
-        case Broadcast():
-            _check_equal([request.src for request in requests], "src")
-            src = requests[0].src
-            if not 0 <= src < size:
-                raise RuntimeError(f"src must be in [0, {size}), got {src}")
-            sent_once = collectives.broadcast_bytes(tensors[src], size)
-            return [ScriptResult(tensors[src], sent_once)] * size
-        case _:
-            return _send_recv_all(requests)
-
-
-def _check_equal(values: Sequence[Any], name: str) -> None:
+def check_equal(values: Sequence[Any], name: str) -> None:
     """Raise where real ranks would fail or wait for ever."""
     if any(value != values[0] for value in values):
         raise RuntimeError(f"workers do not agree on {name}: {list(values)}")
-
-
-def _send_recv_all(requests: Sequence[SendRecv]) -> list[ScriptResult]:
-    results = []
-    for rank, request in enumerate(requests):
-        received = None
-        if request.dst is not None and requests[request.dst].src != rank:
-            raise RuntimeError(f"rank {rank} sends to rank {request.dst}, which does not receive")
-        if request.src is not None:
-            sender = requests[request.src]
-            if sender.dst != rank or sender.tensor is None or request.like is None:
-                raise RuntimeError(
-                    f"rank {rank} receives from rank {request.src}, which does not send to it"
-                )
-            received = sender.tensor
-        message = request.tensor if request.dst is not None else None
-        sent = 0 if message is None else collectives.nbytes(message)
-        results.append(ScriptResult(received, sent))
-    return results

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from gradherd.cli.main import main
-from gradherd.comm import World
+from gradherd.comm.world import World
 from gradherd.lab.bench import STEP_EXCHANGES
 from gradherd.lab.bench.bench_balancing import CASES, published_loop
 from gradherd.lab.bench.bench_rows import RowsBench, mlp

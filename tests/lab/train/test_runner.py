@@ -5,8 +5,9 @@ import random
 
 import pytest
 
-from gradherd.comm import checks, run_ranks
+from gradherd.comm import checks
 from gradherd.comm.world import World
+from gradherd.lab.ranks import run_ranks
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import plan_runs
 from gradherd.lab.train.loop import BadStart
