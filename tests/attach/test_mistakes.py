@@ -67,39 +67,44 @@ def test_finite_gradients_are_not_called_otherwise(caplog):
     assert not caplog.messages
 
 
-@pytest.mark.parametrize("count", [12, 48])
-def test_a_loader_of_another_data_set_is_refused(count):
-    other = TensorDataset(torch.randn(count, 3))
-    model, order = nn.Linear(3, 1), OrderedSampler(DATA, "cd-grab", batch_size=4)
-    herd = attach(model, order=order)
-    with pytest.raises(
-        ValueError, match=f"the loader's data set has {count} examples, but the sampler's has 24"
-    ):
-        herd.batches(DataLoader(other, batch_size=4, sampler=order))
-
-
-def first_step(order, model, **loader):
-    attach(model, order=order)
-    loader = DataLoader(sampler=order, **loader)  # kept, as by a loop of several epochs
-    (x,) = next(iter(loader))
+def first_step(order, model, *, named=True, **loader):
+    herd, loader = attach(model, order=order), DataLoader(sampler=order, **loader)
+    (x,) = next(iter(herd.batches(loader) if named else loader))
     model(x).square().mean().backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 @pytest.mark.parametrize("policy", ["cd-grab", "d-rr"])
 @pytest.mark.parametrize(("batch", "unit"), [(2, 1), (2, 4), (3, 4), (8, 4), (8, 1)])
-def test_a_loader_with_other_batches_is_refused_at_the_first(batch, unit, policy):
+def test_a_loader_with_other_batches_is_refused_before_the_first(batch, unit, policy):
     model, order = nn.Linear(3, 1), OrderedSampler(DATA, policy, batch_size=4, unit=unit)
     with pytest.raises(ValueError, match=f"makes batches of {batch}, but .* batch_size=4: give "):
         first_step(order, model, dataset=DATA, batch_size=batch)
 
 
+@pytest.mark.parametrize("unit", [1, 4])
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        (2, "asked for 2 examples, .* batch_size=4; give the loader the same"),
+        (3, "asked for 3 examples, .* batch_size=4; give the loader the same"),
+        (8, "received 2 batches before the first forward .of 4 examples each"),
+    ],
+)
+def test_without_a_name_they_are_refused_by_what_they_ask_for(batch, says, unit):
+    model, order = nn.Linear(3, 1), OrderedSampler(DATA, "cd-grab", batch_size=4, unit=unit)
+    with pytest.raises((ValueError, RuntimeError), match=says):
+        first_step(order, model, named=False, dataset=DATA, batch_size=batch)
+
+
 @pytest.mark.parametrize("policy", ["cd-grab", "d-rr"])
 @pytest.mark.parametrize("count", [12, 48])
-def test_a_loader_of_another_data_set_is_refused_at_the_first_batch(count, policy):
+def test_a_loader_of_another_data_set_is_refused_before_the_first_batch(count, policy):
     other = TensorDataset(torch.randn(count, 3))
     model, order = nn.Linear(3, 1), OrderedSampler(DATA, policy, batch_size=4)
-    with pytest.raises(ValueError, match=f"data set has {count} examples, but the sampler's has"):
+    with pytest.raises(
+        ValueError, match=f"the loader's data set has {count} examples, but the sampler's has 24"
+    ):
         first_step(order, model, dataset=other, batch_size=4)
 
 

@@ -78,10 +78,10 @@ class Herd:
     def batches(self, loader: Any) -> Any:
         """Return a loader whose batches are counted as the loop receives them.
 
-        For loaders that fetch ahead, by worker processes or in a wrapper of one's own: their
-        sampler is asked for batches long before the loop trains on them. Iterate over what this
-        returns: `for x, y in herd.batches(loader)`. It changes nothing for other loaders, nor
-        without an order.
+        Checks that the loader fits the sampler, and follows one that fetches ahead, by worker
+        processes or in a wrapper of one's own: its sampler is asked for batches long before the
+        loop trains on them. Iterate over what this returns: `for x, y in herd.batches(loader)`. It
+        changes nothing without an order.
 
         Args:
             loader: The loader with this herd's sampler, or a wrapper of it that delivers its
@@ -89,7 +89,7 @@ class Herd:
 
         Raises:
             ValueError: The loader delivers out of order, shards once more, or has another batch
-                size than the sampler.
+                size or data set than the sampler.
         """
         self._refuse_detached("batches()")
         if self._feedback is None:

@@ -10,7 +10,6 @@ back later, without a name on them. `Batches` answers both questions:
   off in between; its gradient belongs to the units of that batch, once.
 """
 
-import gc
 import multiprocessing
 import threading
 import weakref
@@ -18,8 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
     from gradherd.ordering.sampler import OrderedSampler
@@ -84,8 +81,6 @@ class EpochPass:
     """Whether the examples of several batches were asked for while there were other processes."""
     thread: int = field(default_factory=threading.get_ident)
     """Thread that began it."""
-    misfit: str | None = None
-    """Why nothing may be trained with the loader that draws from it."""
 
     def __post_init__(self) -> None:
         self.handed_out = self.begin
@@ -119,8 +114,6 @@ class EpochPass:
 
     def check(self, batch_size: int) -> None:
         """Raise if what was received cannot be told from what was handed out."""
-        if self.misfit is not None:
-            raise ValueError(self.misfit)
         handed_out = -(-(self.handed_out - self.begin) // batch_size)
         if self.count is not None:
             if self.alive and self._counted > handed_out:
@@ -363,8 +356,6 @@ class Batches:
         newest = self.newest
         if newest is None:
             raise RuntimeError(self._before_any_example())
-        if newest.misfit is not None:
-            raise ValueError(newest.misfit)
         restarts = self.last_pass is None or not self.last_pass.alive
         if newest is not self.last_pass and newest.version == self._version and restarts:
             self.last_pass, self.position = newest, newest.begin
@@ -462,46 +453,14 @@ def check_followed(loader: Any, sampler: "OrderedSampler") -> None:
                 "accelerator.prepare)"
             )
         source = getattr(source, "sampler", None) or getattr(source, "batch_sampler", None)
-    misfit = _misfit(getattr(loader, "batch_size", None), getattr(loader, "dataset", None), sampler)
-    if misfit is not None:
-        raise ValueError(misfit)
-
-
-def _misfit(batch_size: Any, dataset: Any, sampler: "OrderedSampler") -> str | None:
-    """Say what of a loader does not fit the sampler; None if nothing is known."""
-    if isinstance(batch_size, int) and batch_size != sampler.batch_size:
-        return (
-            f"the loader makes batches of {batch_size}, but the sampler was created with "
+    size, dataset = getattr(loader, "batch_size", None), getattr(loader, "dataset", None)
+    if isinstance(size, int) and size != sampler.batch_size:
+        raise ValueError(
+            f"the loader makes batches of {size}, but the sampler was created with "
             f"batch_size={sampler.batch_size}: give both the same"
         )
-    count = _count(dataset, sampler)
-    if count != sampler.sharding.examples:
-        return (
-            f"the loader's data set has {count} examples, but the sampler's has "
+    if hasattr(dataset, "__len__") and len(dataset) != sampler.sharding.examples:
+        raise ValueError(
+            f"the loader's data set has {len(dataset)} examples, but the sampler's has "
             f"{sampler.sharding.examples}: give both the same"
         )
-    return None
-
-
-def _count(dataset: Any, sampler: "OrderedSampler") -> int:
-    """Return the examples of a loader's data set; those of the sampler if it does not tell."""
-    return len(dataset) if hasattr(dataset, "__len__") else sampler.sharding.examples
-
-
-def misfit_of_loaders(sampler: "OrderedSampler") -> str | None:
-    """Say why none of the loaders that hold a sampler can train with it; None if one can.
-
-    A sampler is not told who asks for its examples, so its loaders are looked for, in a tenth of a
-    second. Somebody may look at the data through another loader than that of the loop.
-
-    Raises:
-        ValueError: Their data sets have fewer examples than the sampler's.
-    """
-    loaders = [one for one in gc.get_referrers(sampler) if isinstance(one, DataLoader)]
-    misfits = [_misfit(one.batch_size, one.dataset, sampler) for one in loaders]
-    if not misfits or None in misfits:
-        return None
-    # The bare IndexError of such a data set would come before any gradient.
-    if all(_count(one.dataset, sampler) < sampler.sharding.examples for one in loaders):
-        raise ValueError(misfits[0])
-    return misfits[0]

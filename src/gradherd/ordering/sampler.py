@@ -23,7 +23,6 @@ from gradherd.ordering.batches import (
     EpochPass,
     LoopCount,
     has_workers,
-    misfit_of_loaders,
 )
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy, Rows
@@ -147,7 +146,6 @@ class OrderedSampler(DistributedSampler[Any]):
             length=self.sharding.length,
         )
         self._feeder: weakref.ref[Feeder] | None = None
-        self._fits_loader = False  # whether that is known
         self._ahead = ahead
         self._batches = Batches(batch_size, unit, ahead)
         self._resumed = (0, 0)  # epoch, and the position at which its iterators start
@@ -202,9 +200,6 @@ class OrderedSampler(DistributedSampler[Any]):
             self.end_epoch()
         begin, skipped = (0, self.start) if self._loader_skips else (self.start, 0)
         epoch_pass = EpochPass(begin, len(self), self.ordering.version, skipped // self.batch_size)
-        if self.attached and not self._fits_loader:
-            epoch_pass.misfit = misfit_of_loaders(self)
-            self._fits_loader = epoch_pass.misfit is None
         iterator = EpochIterator(self, epoch_pass)
         epoch_pass.iterator = weakref.ref(iterator)
         self._batches.begin_pass(epoch_pass)
