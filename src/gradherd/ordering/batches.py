@@ -14,7 +14,7 @@ import multiprocessing
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -459,7 +459,7 @@ def check_followed(loader: Any, sampler: "OrderedSampler") -> None:
             f"the loader makes batches of {size}, but the sampler was created with "
             f"batch_size={sampler.batch_size}: give both the same"
         )
-    if hasattr(dataset, "__len__") and len(dataset) != sampler.sharding.examples:
+    if isinstance(dataset, Sized) and len(dataset) != sampler.sharding.examples:
         raise ValueError(
             f"the loader's data set has {len(dataset)} examples, but the sampler's has "
             f"{sampler.sharding.examples}: give both the same"
