@@ -11,9 +11,7 @@ from gradherd.lab.report.claims import (
     NOT_CONFIRMED,
     WEAKER,
     ClaimVerdict,
-    change_text,
     mean_text,
-    threshold,
 )
 from gradherd.lab.report.measures import measure
 from gradherd.lab.report.stats import mean_std
@@ -21,6 +19,7 @@ from gradherd.lab.study.file import THEMES, Claim, Study
 from gradherd.lab.study.results import RunResult
 from gradherd.lab.text import counted, in_bytes, listed, mean_and_std, p_value, printable
 from studies.evidence.charts import figures_of, file_name
+from studies.evidence.words import change_text, changes_in, our_figures, threshold
 
 _MARKS = {
     CONFIRMED: "**confirmed**",
@@ -140,12 +139,12 @@ def study_page(section: StudySection) -> str:
     lines = [f"# {cell(study.title)}", "", up, "", _setup(section), ""]
     if study.claims:
         lines += ["| | claim | paper | ours | verdict |", "|---|---|---|---|---|"]
-        most = max((len(one.basis.changes) for one in section.verdicts), default=0)
+        most = max((len(changes_in(one)) for one in section.verdicts), default=0)
         for number, one in enumerate(section.verdicts, 1):
             ours = short_cell(one)
             # Of other runs than the rows around it: differences do not add up.
-            if 0 < len(one.basis.changes) < most:
-                ours += f", {len(one.basis.changes)} seeds"
+            if 0 < len(changes_in(one)) < most:
+                ours += f", {len(changes_in(one))} seeds"
             cells = (str(number), cell(one.claim.text), cell(one.claim.paper), ours)
             lines.append(f"| {' | '.join(cells)} | {mark(one)} |")
         why = " [why](#left-out)" if study.left_out else ""
@@ -159,7 +158,7 @@ def study_page(section: StudySection) -> str:
             lines += [f"![{cell(figure.title)}](../images/evidence/{name})", ""]
     if section.verdicts:
         rows = enumerate(section.verdicts, 1)
-        details = [f"{number}. {_details(one, study)}" for number, one in rows]
+        details = [f"{number}. {_details(one, section)}" for number, one in rows]
         lines += _folded("All figures, sources and commands", details)
     lines += _folded("Every arm", _arms_table(section))
     lines += _folded("What else we saw", list(map(cell, _paragraphs(study.note)[1:])))
@@ -223,7 +222,7 @@ def _missing(claim: Claim, section: StudySection) -> str:
 def short_cell(verdict: ClaimVerdict, limit: bool = True) -> str:
     """Return the figure that a verdict rests on, by default with the number it is held against."""
     claim, measured = verdict.claim, verdict.basis.measured
-    change = change_text(verdict.basis.changes, in_points=measured.in_percent)
+    change = change_text(changes_in(verdict), in_points=measured.in_percent)
     if change and claim.test not in ("at-most", "at-least"):
         words = change.replace("95 % interval ", "").replace(" % to ", " to ")
     else:
@@ -251,10 +250,10 @@ def mark(verdict: ClaimVerdict) -> str:
     return f"{_MARKS[verdict.verdict]}{f', {lacks}' if lacks else ''}"
 
 
-def _details(verdict: ClaimVerdict, study: Study) -> str:
+def _details(verdict: ClaimVerdict, section: StudySection) -> str:
     """Return everything about a claim, and the command that repeats its runs."""
-    claim = verdict.claim
-    ours = verdict.ours
+    claim, study = verdict.claim, section.study
+    ours = our_figures(verdict, section.results)
     # Our own claims have no paper's experiment to fall short of.
     if study.budget and not _is_own(verdict):
         ours += f"; {study.budget}"

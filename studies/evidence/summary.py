@@ -22,7 +22,7 @@ from pathlib import Path
 import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 
-from gradherd.lab.report.claims import CONFIRMED, WEAKER, ClaimVerdict, interval_of, judge_study
+from gradherd.lab.report.claims import CONFIRMED, WEAKER, ClaimVerdict, judge_study
 from gradherd.lab.report.measures import check_measures
 from gradherd.lab.study.file import Study, read_study
 from gradherd.lab.text import fixed
@@ -41,6 +41,7 @@ from studies.evidence.pages import (
     study_page,
     totals,
 )
+from studies.evidence.words import changes_in, interval_of
 
 TEMPLATE = "summary.j2"
 
@@ -122,7 +123,7 @@ class _Summary:
         rows = []
         for claim, name in claims.items():
             entry = self._find(claim)
-            changes = [] if entry is None else entry[0].basis.changes
+            changes = [] if entry is None else changes_in(entry[0])
             if entry is None or not changes:
                 continue
             verdict = entry[0]

@@ -112,7 +112,7 @@ class CompareCommand:
         ):
             if self.tune:
                 configs = self._tuned(configs, out)
-            with telling_survivors(out, len(configs)):
+            with telling_survivors(out):
                 records = train_missing(configs, out, self.training, resume=self.resume)
             # All ranks have the records, one prints them.
             if torchrun_rank() == 0:

@@ -86,7 +86,7 @@ class DemoCommand:
         with output_folder(self.out, "demo", resume=self.resume, many=True) as out:
             page, options = out / PAGE_FILE, TrainingOptions(quiet=self.quiet)
             for configs, show in parts:
-                with telling_survivors(out, len(orders) + len(exchanges)):
+                with telling_survivors(out):
                     folder = out / configs[0].task
                     trained = train_missing(configs, folder, options, resume=self.resume)
                 records += trained
@@ -102,7 +102,7 @@ class DemoCommand:
             print_json({**result, "ranks": ranks})
         else:
             print_ranks(ranks)
-            print_end(*comparisons)
+            print_findings(comparisons)
             print(f"Took {time.monotonic() - begin:.0f} seconds. Curves and tests: {page}")
             print(_NEXT)
         if not ranks["equal"]:
@@ -147,7 +147,7 @@ def exchange_runs(workers: int, seeds: int) -> list[RunConfig]:
 
 
 def print_orders(comparison: Comparison) -> None:
-    """Print how many epochs each order takes, and what that shows."""
+    """Print how many epochs each order takes."""
     base = comparison.baseline
     _print_heading("1  Does a better order need fewer epochs?", comparison)
     say(f"   epochs until the loss that {base.label} ends with after {base.epochs} epochs:")
@@ -156,7 +156,7 @@ def print_orders(comparison: Comparison) -> None:
         text = f"not within {base.epochs}" if pair.epochs_to is None else f"{pair.epochs_to}"
         bars.append((pair.arm.label, pair.epochs_to or base.epochs, f"{text} epochs"))
     print_bars(bars)
-    _print_findings(comparison)
+    print()
 
 
 def print_exchanges(comparison: Comparison) -> None:
@@ -179,7 +179,7 @@ def print_exchanges(comparison: Comparison) -> None:
             mean, low, high = (fixed(x, 1, sign=True) for x in (found.mean, found.low, found.high))
             gain = f"{comparison.metric_name} {mean} (95 % interval {low} to {high})"
             say(f"   {_name(pair.arm.label)}: {gain}")
-    _print_findings(comparison)
+    print()
 
 
 def predicted_steps(comparison: Comparison) -> list[dict[str, Any]]:
@@ -248,34 +248,14 @@ def print_ranks(ranks: dict[str, Any]) -> None:
     print()
 
 
-def print_end(orders: Comparison, exchanges: Comparison) -> None:
-    """Print what was shown: never more than the seeds show."""
+def print_findings(comparisons: Sequence[Comparison]) -> None:
+    """Print what was shown, never more than the seeds show; the page has all figures."""
     from gradherd.lab.report.verdicts import all_verdicts
 
-    tones = {(verdict.kind, verdict.arm): verdict.tone for verdict in all_verdicts(orders)}
-    pair = next(one for one in orders.pairs if one.arm.order == "cd-grab")
-    gains = tones.get(("order", pair.arm.label)) in ("gain", "mixed")
-    if not gains or pair.epochs_to is None:
-        say("Not shown with these seeds: that the order gains anything here.", "bold")
-    else:
-        by_balancing = any(one[0] == "control" and tones[one] == "gain" for one in tones)
-        control = (
-            ", and a control that ignores gradients does not gain"
-            if by_balancing
-            else "; that balancing is the reason is not shown"
-        )
-        arm, base = pair.arm.label, pair.reference.label
-        reached = f"{arm} reaches {base}'s final loss after {pair.epochs_to} epochs"
-        itself = f"{base} itself after {pair.reference_epochs_to}"
-        say(f"Shown: {reached}, {itself}{control}.", "bold")
-    pair = exchanges.pairs[-1]
-    found = pair.metric
-    if found is None or found.low is None or not pair.bytes_ratio:
-        say("Not shown with these seeds: what fewer bytes cost.", "bold")
-    else:
-        fewer = f"{_name(pair.arm.label)} sends {1 / pair.bytes_ratio:.0f} times fewer bytes"
-        most = f"at most {max(0.0, -found.low):.1f} points of accuracy"
-        say(f"Shown: {fewer} and costs {most} (end of the 95 % interval).", "bold")
+    say("What these seeds show:", "bold")
+    for verdict in (one for comparison in comparisons for one in all_verdicts(comparison)):
+        mark, colour = MARKS[verdict.tone]
+        say(_name(verdict.headline), mark=mark, mark_style=colour)
 
 
 def print_bars(rows: Sequence[tuple[str, float, str]]) -> None:
@@ -292,16 +272,6 @@ def print_bars(rows: Sequence[tuple[str, float, str]]) -> None:
 def _print_heading(title: str, comparison: Comparison) -> None:
     say(title, "bold")
     say(f"   {comparison.description}; {counted(len(comparison.baseline.seeds), 'seed')}")
-
-
-def _print_findings(comparison: Comparison) -> None:
-    """Print the verdicts of a comparison in a few words each; the page has all figures."""
-    from gradherd.lab.report.verdicts import all_verdicts
-
-    for verdict in all_verdicts(comparison):
-        mark, colour = MARKS[verdict.tone]
-        say(_name(verdict.headline), mark=mark, mark_style=colour)
-    print()
 
 
 def _name(text: str) -> str:

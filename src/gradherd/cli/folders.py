@@ -144,27 +144,16 @@ def finished_record(
 
 
 @contextlib.contextmanager
-def telling_survivors(out: Path, planned: int) -> Iterator[None]:
-    """If the work inside is interrupted or fails, also say what is left and how to continue.
-
-    Several runs that are interrupted get a page about what there is: the arms of a seed run next
-    to each other, so the finished runs can be compared.
-    """
+def telling_survivors(out: Path) -> Iterator[None]:
+    """If the work inside is interrupted or fails, also say what is left and how to continue."""
     try:
         yield
     except KeyboardInterrupt:
-        if torchrun_rank() == 0:
-            # A run that was stopped within its first epoch has no point on any curve.
-            shown = [record for _, record in intact_records(out) if record.epochs]
-            if planned > 1 and shown:
-                from gradherd.lab.report.page import write_report
-
-                write_report(shown, out / PAGE_FILE)
-            if left := _survivors(out, planned):
-                _tell(left)
+        if torchrun_rank() == 0 and (left := _survivors(out)):
+            _tell(left)
         raise
     except (CommandFailed, OSError) as error:
-        left = _survivors(out, planned)
+        left = _survivors(out)
         if not left or os.environ.get("GRADHERD_TRACEBACK"):
             raise
         raise CommandFailed(f"{reason_of(error)}; {left}") from error
@@ -179,22 +168,17 @@ def intact_records(out: Path) -> list[tuple[Path, RunRecord]]:
     return sorted(found, key=lambda one: one[1].started)
 
 
-def _survivors(out: Path, planned: int) -> str:
+def _survivors(out: Path) -> str:
     """Say what an interrupted or failed command has left, and how to continue; "" if nothing."""
     records = [record for _, record in intact_records(out)]
-    again = f"repeat the command with --out {out} --resume to continue"
+    done = sum(record.status in ("done", "diverged") for record in records)
     epochs = sum(len(record.epochs) for record in records)
     parts = []
-    if planned > 1:
-        done = sum(record.status in ("done", "diverged") for record in records)
-        parts += [f"{done} of {planned} runs finished"] * bool(epochs)
-        parts += [f"report so far: {out / PAGE_FILE}"] * (out / PAGE_FILE).exists()
-        return "; ".join([*parts, again] if done else parts)
     if epochs:
-        verb = "is" if epochs == 1 else "are"
-        parts.append(f"{counted(epochs, 'epoch')} {verb} on record in {out}")
-    if any((out / CHECKPOINT_FOLDER).glob("step-*")):
-        parts.append(f"a checkpoint is kept: {again}")
+        told = f"{counted(done, 'run')} finished, {counted(epochs, 'epoch')} on record"
+        parts.append(f"{told}: gradherd report {out} shows them")
+    if done or any((out / CHECKPOINT_FOLDER).glob("step-*")):
+        parts.append(f"repeat the command with --out {out} --resume to continue")
     return "; ".join(parts)
 
 

@@ -93,7 +93,7 @@ class TrainCommand:
             # command.
             record = finished_record(out, config) if self.resume else None
             if record is None:
-                with telling_survivors(out, 1):
+                with telling_survivors(out):
                     (record,) = train_runs([config], out, self.training, saving=saving)
         if torchrun_rank() == 0:
             self._print(record, str(out))

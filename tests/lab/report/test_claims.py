@@ -6,6 +6,7 @@ from gradherd.lab.report.claims import judge_claims, paper_effect
 from gradherd.lab.report.measures import epochs_share, epochs_to_final, measure_runs
 from gradherd.lab.study.file import Claim
 from studies.evidence.pages import lost
+from studies.evidence.words import our_figures
 from tests.lab.report.sample_records import record
 from tests.lab.report.sample_studies import result
 
@@ -19,6 +20,11 @@ def judge(one, results):
     """Return the verdict on a claim that is the only one of its study; None without one."""
     found = judge_claims([one], results)
     return found[0] if found else None
+
+
+def told(one, results):
+    """Return our figures on that claim as the pages of evidence have them."""
+    return our_figures(judge(one, results), results)
 
 
 def arms(a, b):
@@ -63,8 +69,13 @@ def test_verdicts_on_less(a, b, paper, word):
 
 def test_seeds_are_pairs():
     """What all seeds share does not hide the difference."""
-    found = judge(claim(), arms([1.0, 2.0, 3.0], [1.01, 2.02, 3.031]))
-    assert found.verdict == "confirmed" and "1.0 % less" in found.ours and "3 seeds" in found.ours
+    results = arms([1.0, 2.0, 3.0], [1.01, 2.02, 3.031])
+    found = judge(claim(), results)
+    assert found.verdict == "confirmed" and "1.0 % less" in told(claim(), results)
+    assert found.ours == (
+        "train loss after the last epoch: 2.00 ± 1.00 against 2.02 ± 1.01; corrected p < 0.001; "
+        "3 seeds"
+    )
     assert judge(claim(), arms([1.0, 2.0], [1.01])).verdict == "not enough seeds"
     # Figures and shares are of the same seeds.
     uneven = judge(claim(), arms([1.0, 2.0], [1.01, 2.02, 99.0]))
@@ -94,7 +105,8 @@ def test_the_claims_of_a_study_are_one_family():
     """Alone each is confirmed, p = 0.01; four of them are not: one of four may be luck."""
     results = arms([0.8, 0.84, 0.76], [1.0, 1.0, 1.0])
     (alone,) = judge_claims([claim()], results)
-    assert alone.verdict == "confirmed" and lost(alone) == "" and "p = 0.013; 3 seeds" in alone.ours
+    assert alone.verdict == "confirmed" and lost(alone) == ""
+    assert our_figures(alone, results).endswith("p = 0.013; 3 seeds")
     # Others that cannot be tested cost nothing: no run, too few seeds.
     few = {**results, "c": [result("c", 0, [1.0] * 4)]}
     more = [claim(id="d", arm="d"), claim(id="e", arm="c")]
@@ -102,7 +114,7 @@ def test_the_claims_of_a_study_are_one_family():
     found = judge_claims([claim(id=str(n)) for n in range(4)], results)
     assert {one.verdict for one in found} == {"weaker"}
     assert {lost(one) for one in found} == {"corrected p = 0.052"}
-    assert "p = 0.013, corrected for 4 claims p = 0.052" in found[0].ours
+    assert "p = 0.013, corrected for 4 claims p = 0.052" in our_figures(found[0], results)
 
 
 def test_no_worse_goes_by_what_is_better():
@@ -124,14 +136,14 @@ def test_a_row_tells_the_end_and_the_last_half_whichever_was_chosen():
     }
     end = "after the last epoch alone 20 % more"
     half = "over the last half of the epochs 10 % less"
-    for given, told, other in (
+    for given, one, other in (
         ({"measure": "late_train_loss"}, end, half),
         ({}, half, end),
         ({"epoch": 4}, half, end),
     ):
-        ours = judge(claim(**given), results).ours
-        assert told in ours and other not in ours
-    early = judge(claim(epoch=3), results).ours
+        ours = told(claim(**given), results)
+        assert one in ours and other not in ours
+    early = told(claim(epoch=3), results)
     assert "40 % less" in early and half not in early and end not in early
 
 
@@ -140,9 +152,9 @@ def test_figures_in_percent_differ_by_points():
         name: [result(name, seed, [1.0], metrics=[value]) for seed, value in enumerate(values)]
         for name, values in (("a", [90.0, 91.0]), ("b", [80.0, 80.8]))
     }
-    found = judge(claim(measure="metric", test="greater"), made)
-    assert "10.1 points more (95 % interval 8.8 to 11.4)" in found.ours
-    assert "points" not in judge(claim(), arms([0.8, 0.81], [1.0, 1.0])).ours
+    found = told(claim(measure="metric", test="greater"), made)
+    assert "10.1 points more (95 % interval 8.8 to 11.4)" in found
+    assert "points" not in told(claim(), arms([0.8, 0.81], [1.0, 1.0]))
 
 
 def test_what_was_not_measured_has_no_verdict():
@@ -190,9 +202,9 @@ def test_epochs_to_the_final_loss_of_the_same_seed():
     assert epochs_to_final(quick, lost) == {0: None}
     found = arms([0.8, 0.9, 0.9], [1.2, 1.5, 1.5])
     given = {"measure": "epochs_to_final", "test": "at-most"}
-    told = judge(claim(**given, value=4), found)
-    assert told.verdict == "confirmed"
-    assert "first reached: 2.33 \N{PLUS-MINUS SIGN} 0.58 against" in told.ours
+    one = judge(claim(**given, value=4), found)
+    assert one.verdict == "confirmed"
+    assert "first reached: 2.33 \N{PLUS-MINUS SIGN} 0.58 against" in one.ours
     assert judge(claim(**given, value=2), found).verdict == "not confirmed"
 
 

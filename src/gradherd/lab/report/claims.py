@@ -17,10 +17,8 @@ What is counted, such as bytes, needs no test if it is the same in every seed. T
 - without a verdict for want of seeds: **not enough seeds**.
 """
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from gradherd.lab.report.measures import ALWAYS, BySeed, Measurement, measure, relative_change
@@ -28,15 +26,7 @@ from gradherd.lab.report.rule import MIN_SEEDS, Family
 from gradherd.lab.report.stats import PairedDifference, mean_std, paired_difference
 from gradherd.lab.study.file import PAIRED, Arm, Claim, Study
 from gradherd.lab.study.results import RunResult, read_arms, same_settings
-from gradherd.lab.text import (
-    counted,
-    fixed,
-    in_bytes,
-    mean_and_std,
-    p_value,
-    percent,
-    significant,
-)
+from gradherd.lab.text import counted, in_bytes, mean_and_std, p_value
 
 CONFIRMED, WEAKER, NOT_CONFIRMED = "confirmed", "weaker", "not confirmed"
 FEW_SEEDS = "not enough seeds"
@@ -48,7 +38,6 @@ class MeasuredClaim:
 
     claim: Claim
     measured: Measurement
-    other_reading: tuple[str, Measurement] | None
     effects: Mapping[int, float | None]
     """By seed; None if the run diverged or never reached the goal."""
 
@@ -72,11 +61,6 @@ class MeasuredClaim:
         """The effect that the paper reports, if it gives numbers."""
         return paper_effect(self.claim, self.measured.in_percent, self.measured.higher_is_better)
 
-    @property
-    def changes(self) -> list[float]:
-        """By how much the arm differs from the reference in each seed; empty if unknown."""
-        return changes_of(self.measured, list(self.effects))
-
 
 @dataclass(frozen=True)
 class ClaimVerdict:
@@ -86,10 +70,12 @@ class ClaimVerdict:
     verdict: str
     """confirmed, weaker, not confirmed or not enough seeds."""
     ours: str
-    """Our figures, with standard deviations, intervals and seeds."""
+    """Our figures in words: both means, the corrected p value, and seeds."""
     basis: MeasuredClaim
     corrected_p: float | None
     """Of the effect, among all claims of the study; None without a test."""
+    tests: int
+    """Number of claims that it was corrected for."""
 
 
 def judge_claims(
@@ -145,15 +131,18 @@ def _measured(claim: Claim, results: Mapping[str, Sequence[RunResult]]) -> Measu
     # A measure that was switched off says nothing; a loss that is missing counts against the claim.
     if not effects or not (measured.available or claim.measure in ALWAYS):
         return None
-    other = None if against is None else _other_reading(claim, arm, against)
-    return MeasuredClaim(claim, measured, other, effects)
+    return MeasuredClaim(claim, measured, effects)
 
 
 def _judge(one: MeasuredClaim, family: Family) -> ClaimVerdict:
-    test = one.test
+    test, seeds = one.test, list(one.effects)
     corrected = None if test is None else family.corrected_p(test)
-    ours = _our_figures(one, family.size, corrected)
-    return ClaimVerdict(one.claim, _verdict_of(one, family), ours, one, corrected)
+    both = [values for values in (one.measured.arm, one.measured.against) if values is not None]
+    ours = f"{one.measured.words}: {' against '.join(mean_text(one.claim, v, seeds) for v in both)}"
+    if corrected is not None:
+        ours += f"; corrected {p_value(corrected)}"
+    ours += f"; {counted(len(seeds), 'seed')}"
+    return ClaimVerdict(one.claim, _verdict_of(one, family), ours, one, corrected, family.size)
 
 
 def _verdict_of(one: MeasuredClaim, family: Family) -> str:
@@ -175,25 +164,6 @@ def against_zero(values: Sequence[float | None]) -> PairedDifference | None:
     """Return the test of a mean against zero; None with a single value, or if one is missing."""
     # A paired test against zeros is the test of a single sample.
     return paired_difference(values, [0.0] * len(values), range(len(values)))
-
-
-def _other_reading(
-    claim: Claim, arm: Sequence[RunResult], against: Sequence[RunResult]
-) -> tuple[str, Measurement] | None:
-    """Return the measure at the end for one over the last half, and the other way round.
-
-    Rows show both, so that nobody has to trust our choice between them.
-    """
-    name, field = claim.measure, claim.measure.removeprefix("late_")
-    if field not in ("train_loss", "metric"):
-        return None
-    if name != field:
-        return "after the last epoch alone", measure(field, claim.epoch, arm, against)
-    # At an earlier epoch there is no end to compare with.
-    last = max(one.figures.get("epochs", 0) for one in arm)
-    if claim.epoch not in (None, last):
-        return None
-    return "over the last half of the epochs", measure(f"late_{field}", None, arm, against)
 
 
 def effects_by_seed(claim: Claim, measured: Measurement) -> dict[int, float | None]:
@@ -241,89 +211,6 @@ def _too_short(result: RunResult, epoch: int | None) -> bool:
     wanted, epochs = epoch or result.settings.get("epochs"), result.figures.get("epochs")
     short = wanted is not None and epochs is not None and epochs < wanted
     return short and result.status != "diverged"
-
-
-def _our_figures(one: MeasuredClaim, tests: int, corrected: float | None) -> str:
-    """Return our figures on a claim in words, over the seeds that both arms have."""
-    claim, measured, seeds = one.claim, one.measured, list(one.effects)
-    figures = f"{measured.words}: {mean_text(claim, measured.arm, seeds)}"
-    if measured.against is not None and claim.measure != "epochs_share":
-        figures += f" against {mean_text(claim, measured.against, seeds)}"
-    parts = [figures, change_text(one.changes, in_points=measured.in_percent)]
-    parts.append(threshold(claim, measured.in_percent))
-    if one.other_reading is not None:
-        when, other = one.other_reading
-        change = change_text(changes_of(other, seeds), in_points=other.in_percent)
-        parts.append(f"{when} {change}" if change else "")
-    if one.test is not None and corrected is not None:
-        told = p_value(one.test.p)
-        if p_value(corrected) != told:
-            told += f", corrected for {counted(tests, 'claim')} {p_value(corrected)}"
-        parts.append(told)
-    return "; ".join([*(part for part in parts if part), counted(len(seeds), "seed")])
-
-
-def changes_of(measured: Measurement, seeds: Sequence[int]) -> list[float]:
-    """Return by how much the arm differs in each seed; empty where a value is missing."""
-    changes: list[float] = []
-    for seed in seeds if measured.against is not None else ():
-        change = measured.change(measured.arm[seed], (measured.against or {})[seed])
-        # The change over the remaining seeds would look like a result.
-        if change is None:
-            return []
-        changes.append(change)
-    return changes
-
-
-def change_text(changes: Sequence[float], *, in_points: bool = False) -> str:
-    """Return a mean change with its interval in words; empty without changes.
-
-    Args:
-        changes: A change per seed, as a share.
-        in_points: Whether they are differences of percentages.
-
-    >>> change_text([-0.29, -0.3, -0.31]), change_text([4.0])
-    ('30 % less (95 % interval 28 % to 32 %)', '5 times as much')
-    >>> change_text([-0.02, -0.03], in_points=True)
-    '2.5 points less (95 % interval \N{MINUS SIGN}3.9 to 8.9)'
-    """
-    if not changes:
-        return ""
-    mean, interval = statistics.fmean(changes), interval_of(changes) or ()
-    if mean >= 2 and not in_points:  # Easier to read than "400 % more".
-        text, *ends = (significant(1 + one, 3) for one in (mean, *interval))
-        text += " times as much"
-    else:
-        # The interval turns around with the mean, so that its ends agree with the word "less".
-        sign = 1 if mean >= 0 else -1
-        turned = (sign * mean, *sorted(sign * end for end in interval))
-        text, *ends = (_points(one) if in_points else percent(one) for one in turned)
-        text += f"{' points' if in_points else ''} {'more' if sign > 0 else 'less'}"
-    # Bytes hardly differ from seed to seed.
-    return f"{text} (95 % interval {ends[0]} to {ends[1]})" if len(set(ends)) > 1 else text
-
-
-def _points(share: float) -> str:
-    return fixed(100 * share, 1 if abs(share) >= 0.00995 else 2)
-
-
-def interval_of(changes: Sequence[float]) -> tuple[float, float] | None:
-    """Return the 95 % t interval of the mean; None without variance or with a single value."""
-    difference = against_zero(changes)
-    if difference is None or difference.low is None or difference.high is None:
-        return None
-    return difference.low, difference.high
-
-
-def threshold(claim: Claim, in_percent: bool) -> str:
-    """Return the number of the claim that the verdict depends on, if it has one."""
-    if claim.value is None:
-        return ""
-    if claim.test == "no-worse":
-        tolerance = f"{_points(claim.value)} points" if in_percent else percent(claim.value)
-        return f"up to {tolerance} worse is allowed"
-    value = in_bytes if claim.measure.endswith("bytes") else partial(significant, digits=3)
-    return f"must be {claim.test.replace('-', ' ')} {value(claim.value)}"
 
 
 def mean_text(claim: Claim, values: BySeed, seeds: Sequence[int]) -> str:

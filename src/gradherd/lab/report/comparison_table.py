@@ -130,7 +130,7 @@ def _difference(
         common = len(pair.common_seeds)
         return TableCell(text=NONE, more=() if common > 1 else (counted(common, "common seed"),))
     # The mean and both ends get the same decimals, so that they line up.
-    places = decimal_places(difference.mean, difference)
+    places = decimal_places(difference)
     text = fixed(difference.mean, places, sign=True)
     if difference.low is None or difference.high is None:
         return TableCell(text=text, more=("equal for each seed",))

@@ -1,0 +1,120 @@
+"""Our figures on a claim in words: means, the change with its interval, limits and p values."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from gradherd.lab.report.claims import ClaimVerdict, against_zero, mean_text
+from gradherd.lab.report.measures import Measurement, measure
+from gradherd.lab.study.file import Claim
+from gradherd.lab.study.results import RunResult
+from gradherd.lab.text import counted, fixed, in_bytes, p_value, percent, significant
+
+
+def our_figures(verdict: ClaimVerdict, results: Mapping[str, Sequence[RunResult]]) -> str:
+    """Return our figures on a claim in words, over the seeds that both arms have."""
+    claim, one, corrected = verdict.claim, verdict.basis, verdict.corrected_p
+    measured, seeds = one.measured, list(one.effects)
+    figures = f"{measured.words}: {mean_text(claim, measured.arm, seeds)}"
+    if measured.against is not None and claim.measure != "epochs_share":
+        figures += f" against {mean_text(claim, measured.against, seeds)}"
+    parts = [figures, change_text(changes_of(measured, seeds), in_points=measured.in_percent)]
+    parts.append(threshold(claim, measured.in_percent))
+    if (reading := _other_reading(claim, results)) is not None:
+        when, other = reading
+        change = change_text(changes_of(other, seeds), in_points=other.in_percent)
+        parts.append(f"{when} {change}" if change else "")
+    if one.test is not None and corrected is not None:
+        told = p_value(one.test.p)
+        if p_value(corrected) != told:
+            told += f", corrected for {counted(verdict.tests, 'claim')} {p_value(corrected)}"
+        parts.append(told)
+    return "; ".join([*(part for part in parts if part), counted(len(seeds), "seed")])
+
+
+def _other_reading(
+    claim: Claim, results: Mapping[str, Sequence[RunResult]]
+) -> tuple[str, Measurement] | None:
+    """Return the measure at the end for one over the last half, and the other way round.
+
+    Rows show both, so that nobody has to trust our choice between them.
+    """
+    name, field = claim.measure, claim.measure.removeprefix("late_")
+    if field not in ("train_loss", "metric") or claim.against is None:
+        return None
+    arm, against = results[claim.arm], results[claim.against]
+    if name != field:
+        return "after the last epoch alone", measure(field, claim.epoch, arm, against)
+    # At an earlier epoch there is no end to compare with.
+    last = max(one.figures.get("epochs", 0) for one in arm)
+    if claim.epoch not in (None, last):
+        return None
+    return "over the last half of the epochs", measure(f"late_{field}", None, arm, against)
+
+
+def changes_in(verdict: ClaimVerdict) -> list[float]:
+    """Return by how much the arm differs from the reference in each seed; empty if unknown."""
+    return changes_of(verdict.basis.measured, list(verdict.basis.effects))
+
+
+def changes_of(measured: Measurement, seeds: Sequence[int]) -> list[float]:
+    """Return by how much the arm differs in each seed; empty where a value is missing."""
+    changes: list[float] = []
+    for seed in seeds if measured.against is not None else ():
+        change = measured.change(measured.arm[seed], (measured.against or {})[seed])
+        # The change over the remaining seeds would look like a result.
+        if change is None:
+            return []
+        changes.append(change)
+    return changes
+
+
+def change_text(changes: Sequence[float], *, in_points: bool = False) -> str:
+    """Return a mean change with its interval in words; empty without changes.
+
+    Args:
+        changes: A change per seed, as a share.
+        in_points: Whether they are differences of percentages.
+
+    >>> change_text([-0.29, -0.3, -0.31]), change_text([4.0])
+    ('30 % less (95 % interval 28 % to 32 %)', '5 times as much')
+    >>> change_text([-0.02, -0.03], in_points=True)
+    '2.5 points less (95 % interval \N{MINUS SIGN}3.9 to 8.9)'
+    """
+    if not changes:
+        return ""
+    mean, interval = statistics.fmean(changes), interval_of(changes) or ()
+    if mean >= 2 and not in_points:  # Easier to read than "400 % more".
+        text, *ends = (significant(1 + one, 3) for one in (mean, *interval))
+        text += " times as much"
+    else:
+        # The interval turns around with the mean, so that its ends agree with the word "less".
+        sign = 1 if mean >= 0 else -1
+        turned = (sign * mean, *sorted(sign * end for end in interval))
+        text, *ends = (_points(one) if in_points else percent(one) for one in turned)
+        text += f"{' points' if in_points else ''} {'more' if sign > 0 else 'less'}"
+    # Bytes hardly differ from seed to seed.
+    return f"{text} (95 % interval {ends[0]} to {ends[1]})" if len(set(ends)) > 1 else text
+
+
+def _points(share: float) -> str:
+    return fixed(100 * share, 1 if abs(share) >= 0.00995 else 2)
+
+
+def interval_of(changes: Sequence[float]) -> tuple[float, float] | None:
+    """Return the 95 % t interval of the mean; None without variance or with a single value."""
+    difference = against_zero(changes)
+    if difference is None or difference.low is None or difference.high is None:
+        return None
+    return difference.low, difference.high
+
+
+def threshold(claim: Claim, in_percent: bool) -> str:
+    """Return the number of the claim that the verdict depends on, if it has one."""
+    if claim.value is None:
+        return ""
+    if claim.test == "no-worse":
+        tolerance = f"{_points(claim.value)} points" if in_percent else percent(claim.value)
+        return f"up to {tolerance} worse is allowed"
+    value = in_bytes if claim.measure.endswith("bytes") else partial(significant, digits=3)
+    return f"must be {claim.test.replace('-', ' ')} {value(claim.value)}"
