@@ -19,12 +19,7 @@ from torch.utils.data import BatchSampler
 from gradherd.hooks.herd import Herd
 from gradherd.integrations.loaders import HerdSettings
 from gradherd.ordering.batches import FollowedIterator
-from gradherd.ordering.policy import Policy
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.rows.settings import RowSettings
-from gradherd.sparsify.local import LocalSteps
-from gradherd.sparsify.selector import Selector
-from gradherd.sparsify.settings import Sparsify
 
 _UNSUPPORTED = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 # What a user may have set on the loader, besides its data, batches and order.
@@ -40,12 +35,7 @@ def prepare(
     optimizer: Any,
     loader: Any,
     *others: Any,
-    order: str | Policy | None = None,
-    unit: int | str = "batch",
-    sparsify: str | Selector | Sparsify | None = None,
-    local: LocalSteps | None = None,
-    rows: str | RowSettings = "auto",
-    seed: int = 0,
+    **settings: Any,
 ) -> tuple[Any, ...]:
     """Do what `accelerator.prepare` does, with an order and few bytes.
 
@@ -59,13 +49,8 @@ def prepare(
         optimizer: Its optimizer, not prepared yet.
         loader: The training loader, not prepared yet, without shuffle.
         *others: What else to prepare: schedulers, evaluation loaders.
-        order: Order of the training examples, such as "cd-grab"; None leaves it to Accelerate.
-        unit: Examples that are ordered as one; whole batches by default.
-        sparsify: How DDP exchanges gradients, such as `ExDyna(density=0.01)`; None keeps DDP's.
-        local: Steps that each rank takes on its own, such as `LocalSteps()`; call `herd.sync()`
-            before you evaluate or save a model. None averages gradients at every step.
-        rows: How gradients are read for ordering; see `gradherd.attach`.
-        seed: Seed of the order.
+        **settings: order, unit, sparsify, local, rows and seed, as in `HerdSettings`. With local
+            steps, call `herd.sync()` before you evaluate or save a model.
 
     Returns:
         Model, optimizer, loader and the others, prepared; then the herd.
@@ -73,20 +58,18 @@ def prepare(
     Raises:
         ValueError: The set-up would train on wrong examples, or is not supported.
     """
-    settings = HerdSettings(
-        order=order, unit=unit, sparsify=sparsify, local=local, rows=rows, seed=seed
-    )
-    shards = sparsify is None and local is None
-    check_accelerator(accelerator, ordered=order is not None, shards=shards)
+    herding = HerdSettings(**settings)
+    shards = herding.sparsify is None and herding.local is None
+    check_accelerator(accelerator, ordered=herding.order is not None, shards=shards)
     prepared = getattr(loader, "_is_accelerate_prepared", False)
-    sampler = settings.sampler_before_prepare(loader, prepared)
+    sampler = herding.sampler_before_prepare(loader, prepared)
     if sampler is None:
         model, optimizer, loader, *others = accelerator.prepare(model, optimizer, loader, *others)
     else:
         model, optimizer, *others = accelerator.prepare(model, optimizer, *others)
         loader = ordered_shard(accelerator, loader, sampler)
         _skip_once(accelerator, loader)
-    herd = settings.attach(model, sampler, accelerator.scaler, optimizer)
+    herd = herding.attach(model, sampler, accelerator.scaler, optimizer)
     accelerator.register_for_checkpointing(SavedHerd(herd, None if sampler is None else loader))
     return (model, optimizer, loader, *others, herd)
 

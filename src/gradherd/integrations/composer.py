@@ -30,7 +30,7 @@ class HerdCallback(HerdCallbackBase, Callback):
         Args:
             order: Order of the training examples, such as "cd-grab"; None keeps the loader's.
             log_every: Batches between two logs.
-            **options: unit, sparsify, local, rows, seed and log_rows, as for `HerdCallbackBase`.
+            **options: log_rows, and unit, sparsify, local, rows and seed as in `HerdSettings`.
 
         Raises:
             ValueError: There is nothing to do, or `log_every` is below 1.

@@ -14,14 +14,7 @@ from typing import Any
 
 from torch import nn
 from torch.amp import GradScaler
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
 from gradherd.hooks.attach import attach
 from gradherd.hooks.herd import Herd
@@ -39,14 +32,15 @@ class HerdSettings:
     """What a user gives an integration, whatever the framework."""
 
     order: str | Policy | None = None
-    """Order of the training examples: a name from `POLICIES` or a policy; None keeps the
-    framework's own."""
+    """Order of the training examples: a name from `POLICIES`, such as "cd-grab", or a policy; None
+    keeps the framework's own."""
     unit: int | str = "batch"
     """Consecutive examples that are ordered as one; whole batches work with every model."""
     sparsify: str | Selector | Sparsify | None = None
-    """How DDP exchanges gradients; None leaves that to DDP."""
+    """How DDP exchanges gradients, such as `ExDyna(density=0.01)`; None leaves that to DDP."""
     local: LocalSteps | None = None
-    """Steps that each rank takes on its own between two exchanges; None averages gradients."""
+    """Steps that each rank takes on its own between two exchanges, such as `LocalSteps()`; None
+    averages gradients at every step."""
     rows: str | RowSettings = "auto"
     """How gradients are read for ordering; see `attach`."""
     seed: int = 0
@@ -124,31 +118,20 @@ class HerdCallbackBase:
         self,
         order: str | Policy | None = None,
         *,
-        unit: int | str = "batch",
-        sparsify: str | Selector | Sparsify | None = None,
-        local: LocalSteps | None = None,
-        rows: str | RowSettings = "auto",
-        seed: int = 0,
         log_rows: bool = False,
+        **settings: Any,
     ) -> None:
         """Note the settings; nothing happens before `Trainer.fit`.
 
         Args:
             order: Order of the training examples, such as "cd-grab"; None keeps the loader's.
-            unit: Examples that are ordered as one; whole batches by default.
-            sparsify: How DDP exchanges gradients, such as `ExDyna(density=0.01)`; None keeps DDP's.
-            local: Steps that each rank takes on its own, such as `LocalSteps()`; None averages
-                gradients at every step.
-            rows: How gradients are read for ordering; see `gradherd.attach`.
-            seed: Seed of the order.
             log_rows: Whether to log norms of gradients, noise scale and herding bound as well.
+            **settings: unit, sparsify, local, rows and seed, as in `HerdSettings`.
 
         Raises:
             ValueError: There is nothing to do.
         """
-        self._settings = HerdSettings(
-            order=order, unit=unit, sparsify=sparsify, local=local, rows=rows, seed=seed
-        )
+        self._settings = HerdSettings(order=order, **settings)
         self._log_rows = log_rows
         self._herd: Herd | None = None
         self._loaded: dict[str, Any] | None = None  # waits for the herd
@@ -215,22 +198,13 @@ def check_loader(loader: Any) -> None:
         )
     if not getattr(loader, "in_order", True):
         raise ValueError("the training loader has in_order=False: gradients need batches in order")
-    sampler = loader.sampler
-    if isinstance(sampler, SequentialSampler):
-        return
-    if isinstance(sampler, RandomSampler):
+    if not isinstance(loader.sampler, SequentialSampler):
+        shuffles = isinstance(loader.sampler, RandomSampler)
+        own = "shuffle=True" if shuffles else f"the sampler {type(loader.sampler).__name__}"
         raise ValueError(
-            "the training loader has shuffle=True, but the order decides: remove shuffle=True"
+            f"the training loader has {own}, but the order decides, and shards over ranks by "
+            "itself: remove it"
         )
-    if isinstance(sampler, DistributedSampler):
-        raise ValueError(
-            f"the training loader has a {type(sampler).__name__}, and examples would be sharded "
-            "over ranks twice: remove it, the order shards by itself"
-        )
-    raise ValueError(
-        f"the training loader has the sampler {type(sampler).__name__}, but the order decides: "
-        "remove it"
-    )
 
 
 def with_sampler(loader: Any, sampler: Sampler[Any], *, follow: bool = False) -> Any:
