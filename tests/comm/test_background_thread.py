@@ -82,9 +82,9 @@ def test_a_stuck_job_delays_forks_once_and_not_for_long(monkeypatch):
     monkeypatch.setattr(background_thread, "_PATIENCE", 0.1)
     thread, release, waits = BackgroundThread("test"), threading.Event(), []
     thread.submit(release.wait)
-    idle = thread._thread.idle
+    job = thread._thread.last
     with monkeypatch.context() as patch:
-        patch.setattr(idle, "wait", lambda seconds: (waits.append(seconds), time.sleep(seconds)))
+        patch.setattr(job, "wait", lambda seconds: (waits.append(seconds), time.sleep(seconds)))
         for _ in range(3):
             child = os.fork()
             if child == 0:
@@ -158,6 +158,84 @@ thread = BackgroundThread("test")
 thread.submit(threading.Event().wait)
 """
     assert run_program(program).returncode == 0  # within the timeout of `run_program`
+
+
+INTERRUPTED = """
+import importlib.util, os, sys, threading, time
+
+start, goes, file = sys.argv[1:]
+# Without its package, which imports torch: hundreds of processes end faster.
+spec = importlib.util.spec_from_file_location("background_thread", file)
+background_thread = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(background_thread)
+BackgroundThread = background_thread.BackgroundThread
+done, lines, last = [], 0, 0
+# The start of a thread is Python's own, once in a process.
+files = [background_thread.__file__] + [threading.__file__] * (start == "later")
+
+def interrupt(frame, event, argument):
+    global lines
+    if frame.f_code.co_filename not in files:
+        return None
+    lines += 1
+    if lines == last:
+        sys.settrace(None)
+        raise KeyboardInterrupt
+    return interrupt
+
+def ended(child):
+    for _ in range(1000):
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return True
+        time.sleep(0.01)
+    os.kill(child, 9)
+    return False
+
+# A process each, which ends as a script does.
+read, write = os.pipe()
+os.set_blocking(read, False)
+for last in range(1, 1000):
+    if not (child := os.fork()):
+        break
+    if not ended(child):
+        print(f"hangs after line {last}", flush=True)
+    try:
+        os.read(read, 1)
+    except BlockingIOError:
+        continue
+    print(f"{last} lines")
+    sys.exit()
+
+thread = BackgroundThread("test")
+if start == "later":
+    thread.submit(lambda: done.append("first"))
+    thread.wait()
+sys.settrace(interrupt)
+try:
+    thread.submit(lambda: (time.sleep(0.02), done.append("lost or not")))
+    thread.wait()
+except KeyboardInterrupt:
+    pass
+else:
+    os.write(write, b".")
+sys.settrace(None)
+if goes == "on":
+    thread.submit(lambda: done.append("last"))
+    thread.wait()
+    assert done[-1] == "last", done
+if goes == "closes":
+    thread.close()
+"""
+
+
+@pytest.mark.parametrize("goes", ["ends", "on", "closes"])
+@pytest.mark.parametrize("start", ["at once", "later"])
+def test_an_interrupt_between_any_two_lines_leaves_no_hang(start, goes):
+    """Ctrl-C in a notebook, whose next cell goes on, and Ctrl-C in a script."""
+    ended = run_program(INTERRUPTED, start, goes, background_thread.__file__)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    lines, word = ended.stdout.split()
+    assert (int(lines) > 10, word) == (True, "lines")
 
 
 def test_ranks_end_without_detach():

@@ -6,7 +6,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
+from queue import Empty, SimpleQueue
 
 # What forks and the end of the process wait for one job, all together: a job takes milliseconds,
 # but one whose peer has died may never end.
@@ -31,72 +33,95 @@ class BackgroundThread:
         self.wait()
         if self._thread is None:
             _watch_process()
-            self._thread = _Thread(self._name)
-            self._thread.start()
-            weakref.finalize(self, self._thread.wake.release).atexit = False
-        self._thread.put(job)
+            thread = _Thread(self._name)
+            thread.start()
+            self._thread = thread
+            weakref.finalize(self, thread.jobs.put, None).atexit = False
+        self._thread.put(_Job(job))
 
     def wait(self) -> None:
         """Return when all jobs are done; raise the error of the last one, if it failed."""
         if self._thread is None:
             return
-        self._thread.idle.wait()
-        error, self._thread.error = self._thread.error, None
+        job = self._thread.last
+        while not job.done:
+            job.wait(1.0)
+        error, job.error = job.error, None
         if error is not None:
             raise error
 
     def close(self) -> None:
         """End the thread once its job is done."""
         if self._thread is not None:
-            self._thread.idle.wait()
             self._thread.end()
             self._thread = None
 
 
+class _Job:
+    """A call, and whether it has ended.
+
+    Ctrl-C raises between any two lines of the main thread, also between those of `Event.wait`, and
+    would leave the lock of an event or a semaphore taken. `SimpleQueue` is C, so it is either done
+    with a call or has not begun it. A wake-up that gets lost costs the `wait` a second.
+    """
+
+    def __init__(self, call: Callable[[], None] | None = None) -> None:
+        self._call = call
+        self._ended: SimpleQueue[None] = SimpleQueue()
+        self.done, self.error = call is None, None
+        self.patience = _PATIENCE
+
+    done: bool
+    error: BaseException | None
+
+    def run(self) -> None:
+        call, self._call = self._call, None  # It holds tensors: they are free once it is done.
+        assert call is not None, "this job has run"
+        try:
+            call()
+        except BaseException as error:  # or the thread would end, and `wait` never return
+            self.error = error
+        del call
+        self.done = True
+        self._ended.put(None)
+
+    def wait(self, seconds: float) -> None:
+        """Return when the job has ended, or after some seconds."""
+        with suppress(Empty):
+            self._ended.get(timeout=seconds)
+
+
 class _Thread(threading.Thread):
-    """Runs the job that was put in; does not know the `BackgroundThread`, which can go before."""
+    """Runs jobs in turn until it gets None; does not know its `BackgroundThread`, which can go."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name, daemon=True)
-        self._job: Callable[[], None] | None = None
-        self._patience = _PATIENCE
-        self.error: BaseException | None = None
-        # A semaphore and an event, not a queue: there is at most one job.
-        self.wake, self.idle = threading.Semaphore(0), threading.Event()
-        self.idle.set()
-        _threads.add(self)
+        self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self.last = _Job()
 
-    def put(self, job: Callable[[], None]) -> None:
-        self._job, self._patience = job, _PATIENCE
-        self.idle.clear()
-        self.wake.release()
+    def put(self, job: _Job) -> None:
+        # In this order: a job that is waited for has been put in.
+        self.jobs.put(job)
+        self.last = job
 
     def run(self) -> None:
-        """Run jobs until the thread is woken without one."""
-        while True:
-            self.wake.acquire()
-            job, self._job = self._job, None
-            if job is None:
-                break
-            try:
-                job()
-            except BaseException as error:  # or the thread would end, and `wait` never return
-                self.error = error
-            del job  # A job holds tensors: they are free as soon as it is done.
-            self.idle.set()
+        _threads.add(self)
+        while (job := self.jobs.get()) is not None:
+            job.run()
         _threads.discard(self)
 
     def wait_idle(self) -> None:
         """Return when no job runs, or when this job was waited for too long."""
-        if threading.current_thread() is not self:
+        job = self.last
+        if threading.current_thread() is not self and not job.done:
             begun = time.monotonic()
-            self.idle.wait(self._patience)
-            self._patience = max(0.0, self._patience - (time.monotonic() - begun))
+            job.wait(job.patience)
+            job.patience = max(0.0, job.patience - (time.monotonic() - begun))
 
-    def end(self) -> None:
-        """End the thread, which has no job."""
-        self.wake.release()
-        self.join()
+    def end(self, seconds: float | None = None) -> None:
+        """End the thread once its jobs are done; wait so many seconds for it."""
+        self.jobs.put(None)
+        self.join(seconds)
 
 
 _threads: set[_Thread] = set()
@@ -123,5 +148,5 @@ def _wait_for_all() -> None:
 def _end_all() -> None:
     _wait_for_all()
     for thread in list(_threads):
-        if thread.idle.is_set():
-            thread.end()
+        if thread.last.done:
+            thread.end(_PATIENCE)
