@@ -96,7 +96,6 @@ WRONG = [
     (lambda: gh.Sparsify(method="exdyna", momentum="a"), "momentum must be a number, got 'a'"),
     (lambda: gh.Sparsify(method="exdyna", warmup_from="a"), "warmup_from must be a number"),
     (lambda: gh.Sparsify(method="exdyna", warmup_steps=1.5), "warmup_steps must be an integer"),
-    (lambda: gh.Sparsify(method="exdyna", learning_rate=0.1), "learning_rate must be a function"),
     (lambda: gh.LocalSteps(every="30"), "every must be an integer of at least 1, got '30'"),
     (lambda: gh.LocalSteps(decay="a"), "decay must be a number, got 'a'"),
     (lambda: gh.LocalSteps(outer_lr=None), "outer_lr must be a number, got None"),

@@ -120,10 +120,6 @@ class Threshold(ByThreshold):
         threshold = clamp_to_dtype(threshold, step.acc.dtype)
         return self.proposal(indices_above(step.acc, threshold), step.state, threshold)
 
-    def rescale(self, state: ThresholdState, factor: float) -> ThresholdState:
-        """Multiply the threshold by `factor`."""
-        return replace(state, threshold=state.threshold * factor)
-
 
 def suggested_threshold(k: int) -> float:
     """Return the paper's threshold for sending about k coordinates: 1 / (2 sqrt k).
@@ -212,13 +208,6 @@ class Sage(ByThreshold):
             selected, threshold = self._select(acc, guess, k / len(acc))
         new_state = self._next_state(state, threshold, mean, acc.dtype)
         return self.proposal(selected, new_state, threshold)
-
-    def rescale(self, state: SageState, factor: float) -> SageState:
-        """Multiply threshold and mean by `factor`."""
-        return SageState(
-            None if state.threshold is None else state.threshold * factor,
-            None if state.mean is None else state.mean * factor,
-        )
 
     def _guess(self, acc: Tensor, k: int, state: SageState, mean: float) -> float:
         """Return the first threshold, or the last one times alpha."""

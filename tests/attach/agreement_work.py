@@ -1,6 +1,8 @@
 """What the ranks of test_agreement.py do."""
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -136,8 +138,13 @@ def other_group_of_the_same_ranks():
     return sampler.world.group is ddp.process_group
 
 
+@dataclass
+class OwnSettings:
+    score: Callable[[], float]
+
+
 def readable():
-    return _readable(SPARSE), _readable(gh.Sparsify(method="topk", learning_rate=lambda: 0.1))
+    return _readable(SPARSE), _readable(OwnSettings(lambda: 0.1))
 
 
 def sharded(kind):

@@ -301,27 +301,6 @@ def detached():
     return {"own": ledger.own, "given": ledger.given}
 
 
-def rates(values: list[float], scale_given: bool):
-    """Residuals in units of parameters, under a learning rate that changes; may be zero."""
-    model = net()
-    ddp = DDP(model)
-    now = {"rate": 1.0}
-    method = gh.ExDyna(density=0.05)
-    settings = gh.Sparsify(method=method, dense_below=0, learning_rate=lambda: now["rate"])
-    herd = gh.attach(ddp, sparsify=settings)
-    ledger = Ledger(model)
-    counts = []
-    for step, rate in enumerate(values):
-        now["rate"] = rate
-        x = batch(step)
-        ledger.compute(loss_of(model, x), rate if scale_given else 1.0)
-        ddp.zero_grad()
-        loss_of(ddp, x).backward()
-        ledger.receive(rate if scale_given else 1.0)
-        counts.append(herd.metrics()["steps"])
-    return ledger.close(herd) | {"counts": counts}
-
-
 def both_halves(sparsify: bool):
     """Orders that cd-grab finds from sketches, with and without a sparsifier beside it."""
     data = torch.randn(64, 8, generator=torch.Generator().manual_seed(5)).float()
@@ -388,34 +367,26 @@ def small_only():
     return [str(one.message) for one in caught], model.module.weight.grad, herd.metrics()
 
 
-def side_backwards(rates: list[float], plan: list[str], look: bool):
-    """Branches, under rates that may be zero, with a look at gradients between steps."""
+def side_backwards(plan: list[str]):
+    """Branches, with a look at gradients between steps."""
     torch.manual_seed(0)
     model = Branches().double()
     ddp = DDP(model, find_unused_parameters=True)
-    now = {"rate": 1.0}
-    settings = gh.Sparsify(
-        method=gh.ExDyna(density=0.1), dense_below=0, learning_rate=lambda: now["rate"]
-    )
-    herd = gh.attach(ddp, sparsify=settings)
+    herd = gh.attach(ddp, sparsify=gh.Sparsify(method=gh.ExDyna(density=0.1), dense_below=0))
     ledger = Ledger(model)
-    for step, (rate, use) in enumerate(zip(rates, plan, strict=True)):
-        now["rate"] = rate
+    for step, use in enumerate(plan):
         x = batch(step)
-        if look:
-            torch.autograd.grad(model(x, "left").sum(), list(model.left.parameters()))
-        weight = rate if rate else 0.0
-        if weight:
-            with torch.random.fork_rng():
-                grads = copy.deepcopy(model)
-                loss = grads(x, use).square().mean()
-                found = torch.autograd.grad(loss, list(grads.parameters()), allow_unused=True)
-            for (name, _), grad in zip(model.named_parameters(), found, strict=True):
-                if grad is not None:
-                    ledger.own[name] += weight * grad
+        torch.autograd.grad(model(x, "left").sum(), list(model.left.parameters()))
+        with torch.random.fork_rng():
+            grads = copy.deepcopy(model)
+            loss = grads(x, use).square().mean()
+            found = torch.autograd.grad(loss, list(grads.parameters()), allow_unused=True)
+        for (name, _), grad in zip(model.named_parameters(), found, strict=True):
+            if grad is not None:
+                ledger.own[name] += grad
         ddp.zero_grad(set_to_none=True)
         ddp(x, use).square().mean().backward()
-        ledger.receive(weight)
+        ledger.receive()
     return ledger.close(herd)
 
 

@@ -69,7 +69,7 @@ def test_groups_without_a_store():
 def test_settings_read_the_same_in_all_processes():
     ranks = run_ranks(work.readable, 2)
     assert ranks[0] == ranks[1]
-    assert "learning_rate=a function" in ranks[0][1]
+    assert "score=a function" in ranks[0][1]
 
 
 def test_equal_settings():

@@ -38,6 +38,3 @@ class EveryNth:
             stride = self.stride_factor * (step.dim // step.k)
             indices = torch.arange(step.number % stride, step.dim, stride)
         return Selection(indices, [len(indices)] * step.size, None)
-
-    def rescale(self, state, factor):
-        return None

@@ -162,16 +162,14 @@ def test_exactly_k_are_sent_whatever_gradients_do(method, size):
     assert conserved(workers, grads, outs, size) < 1e-5
 
 
-def test_narrow_gradients_and_units_lose_nothing():
-    """bf16 buckets round the mean, a unit of a hundredth scales it: the rest stays."""
-    settings = Sparsify(method=ExDyna(0.02), learning_rate=lambda: 0.01)
-    workers = DeviceWorkers(settings, 2, dtype=torch.bfloat16)
+def test_narrow_gradients_and_loss_scales_lose_nothing():
+    """bf16 buckets round the mean, a loss scale divides gradients: the rest stays."""
+    workers = DeviceWorkers(Sparsify(method=ExDyna(0.02)), 2, dtype=torch.bfloat16)
     sent, computed = torch.zeros(DIM).double(), torch.zeros(DIM).double()
     for step in range(6):
-        grads = normal(step, 2, DIM).bfloat16()
-        computed += 0.01 * grads.double().sum(0)
-        scale = torch.tensor(1.0, device=DEVICE) if step % 2 else None
-        sent += 0.01 * 2 * workers.step(grads, scale).double()
+        grads, scale = normal(step, 2, DIM).bfloat16(), 128.0 if step % 2 else 64.0
+        computed += grads.double().sum(0) / scale
+        sent += 2 * workers.step(grads, torch.tensor(scale, device=DEVICE)).double() / scale
     left = workers.residuals().double().sum(0)
     assert float((sent + left - computed).abs().max()) < 1e-6
 
@@ -187,7 +185,7 @@ def test_partitions_keep_room_for_all_offers(seed):
 
 def test_a_worker_goes_on_when_its_residual_is_laid_out_anew():
     """As when DDP rebuilds its buckets: between steps, and between two buckets of one."""
-    settings = Sparsify(method=ExDyna(0.02), learning_rate=lambda: 0.5)
+    settings = Sparsify(method=ExDyna(0.02))
     ours, straight = DeviceWorkers(settings, 2), DeviceWorkers(settings, 2)
     for step in range(6):
         grads = normal(step, 2, DIM)

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
-from gradherd.sparsify.worker import ErrorFeedback, Worker, merge_residuals
+from gradherd.sparsify.worker import ErrorFeedback, merge_residuals
 from studies.methods.gtopk import GTopK
-from studies.methods.thresholds import Threshold
 from tests.sparsify.rank_work import normal, same
 from tests.sparsify.reference import MomentumCorrection
 
@@ -269,7 +268,7 @@ def state(rank, workers=3, **more):
     torch.manual_seed(rank)
     named = {"weight": torch.randn(4, 5) * 10.0**rank, "bias": torch.randn(3)}
     return {
-        "kind": "ExDyna", "rank": rank, "workers": workers, "dim": 23, "step": 9, "rate": None,
+        "kind": "ExDyna", "rank": rank, "workers": workers, "dim": 23, "step": 9,
         "method": {"start": 1.0}, "residual": named,
     } | more  # fmt: skip
 
@@ -304,17 +303,3 @@ def test_velocities_too():
 def test_what_does_not_belong_together_is_refused(states, reason):
     with pytest.raises(ValueError, match=reason):
         merge_residuals(states)
-
-
-def test_a_threshold_keeps_its_unit():
-    """Residuals are in units of parameters here, so a threshold follows the learning rate."""
-    rate = [0.1]
-    settings = Sparsify(method=Threshold(density=0.1), learning_rate=lambda: rate[0])
-    old = [Worker(settings, 50, rank=rank, size=2) for rank in range(2)]
-    for value in (0.1, 0.001):
-        rate[0] = value
-        for worker in old:
-            worker.set_unit(1.0)
-    new = Worker(settings, 50, rank=0, size=3)
-    new.load_state_dict(merge_residuals([worker.state_dict() for worker in old]))
-    assert new.state == old[0].state

@@ -178,18 +178,6 @@ def test_zeros_are_not_sent_and_a_lost_threshold_starts_again():
     assert (selections.tolist(), after.threshold) == ([], 1 / (2 * math.sqrt(2)))
 
 
-def test_a_change_of_unit_changes_no_pick():
-    method = Sage(0.1)
-    acc = torch.from_numpy(np.random.RandomState(1).randn(500))
-    state = SageState(1.5, 0.7)
-    selections, after, threshold = propose(method, acc, 50, state).own
-    scaled, moved, high = propose(method, 8 * acc, 50, method.rescale(state, 8.0)).own
-    assert 0 < len(selections) < 500
-    assert scaled.tolist() == selections.tolist()
-    assert (high, moved) == (8 * threshold, method.rescale(after, 8.0))
-    assert method.rescale(SageState(None, None), 8.0) == SageState(None, None)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -7,8 +7,7 @@ import torch
 from gradherd.sparsify.basics import Dense
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
-from studies.methods.thresholds import Threshold, ThresholdState
-from tests.sparsify.one_step import propose
+from studies.methods.thresholds import Threshold
 
 SIZES = [1, 2, 3]
 DIMS = [1, 2, 31, 5000]
@@ -100,29 +99,6 @@ def test_density_one_is_dense(dim, size):
     for step in grads:
         assert torch.equal(run.step(step), dense.step(step))
         assert not run.residuals().any()
-
-
-def test_it_changes_with_the_unit_only():
-    rate = [0.5]
-    run = workers(Threshold(0.1, value=2.0), 30, 2, learning_rate=lambda: rate[0])
-    seen = []
-    for rate[0] in (0.5, 0.5, 0.25, 0.25, 1.0):
-        run.step(torch.from_numpy(gradients(1, 2, 30)[0]))
-        seen.append(run.metrics["threshold"])
-    assert seen == [2.0, 2.0, 1.0, 1.0, 4.0]
-    assert [worker.state for worker in run.workers] == [ThresholdState(4.0)] * 2
-
-
-@pytest.mark.parametrize("value", [None, 0.25])
-def test_a_change_of_unit_changes_no_pick(value):
-    method = Threshold(0.1, value)
-    state = method.begin(50, 1, [50])
-    acc = torch.from_numpy(gradients(1, 1, 50, scale=0.3)[0, 0])
-    selections, _, threshold = propose(method, acc, 5, state).own
-    scaled, _, moved = propose(method, 8 * acc, 5, method.rescale(state, 8.0)).own
-    assert 0 < len(selections) < 50
-    assert scaled.tolist() == selections.tolist()
-    assert moved == 8 * threshold
 
 
 def test_a_falling_density_is_followed_unless_the_value_is_given():

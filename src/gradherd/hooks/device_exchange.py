@@ -145,10 +145,6 @@ class DeviceExchange:
         late, self._late = self._late, []
         for number, bucket in late:
             steps.add(number, bucket.buffer())
-        if self._worker.lr_is_zero:
-            steps.clear()
-            self._unfinished = False
-            return 0  # The buckets are zero, as `add` has left them.
         sent = self._tail(steps, target_count(self._density(), self._worker.sparse), buckets)
         steps.commit()
         self._unfinished = False  # After an error, the next step begins with `clear`.

@@ -104,8 +104,8 @@ class ShardedSparseHook(ShardedExchange, GradientExchange):
             self._exchange(touched)
 
     def _exchange(self, touched: set[str]) -> None:
-        # Once per exchange: the loss scale and the learning rate may change between steps, and
-        # residuals of earlier steps must stay comparable.
+        # Once per exchange: the loss scale may change between steps, and residuals of earlier steps
+        # must stay comparable.
         loss_scale = self._scaler.get_scale() if self._scaler else 1.0
         self._worker.set_unit(loss_scale)
         if self._worker.settings.clip is not None:
@@ -116,8 +116,6 @@ class ShardedSparseHook(ShardedExchange, GradientExchange):
             whole = torch.linalg.vector_norm(norms)
             scale_by([self._grad], whole, self._worker.settings.clip * loss_scale)
         self._worker.add(0, self._grad, clear=True)
-        if self._worker.lr_is_zero:  # The learning rate is zero: nothing to add, nothing to send.
-            return
         # Inside a replica all ranks use the same parameters, or the reduce-scatter itself would
         # fail. Replicas may differ.
         flags = [name in touched for name in self.parameters]

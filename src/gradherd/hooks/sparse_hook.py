@@ -97,8 +97,8 @@ class SparseHook(BucketHook, GradientExchange):
 
     def _add(self, bucket: dist.GradBucket, first: bool) -> None:
         if first:
-            # Once per backward: the loss scale and the learning rate may change between steps,
-            # and residuals of earlier steps must stay comparable.
+            # Once per backward: the loss scale may change between steps, and residuals of earlier
+            # steps must stay comparable.
             self._worker.set_unit(self._scaler.get_scale() if self._scaler else 1.0)
         for parameter, piece in pieces(bucket):
             if parameter in self._slices:
@@ -123,10 +123,6 @@ class SparseHook(BucketHook, GradientExchange):
             for bucket in buckets:
                 self._add(bucket, first=bucket is buckets[0])
         flags = None if self._usage is None else self._usage.take()
-        if self._worker.lr_is_zero:
-            # The learning rate is zero: residuals are in the unit of parameters, so this gradient
-            # adds nothing to them. The buckets are zero, as `add` has left them.
-            return
         if self.has_new(buckets) or self._placement is None:
             self._placement = placement_of(buckets, self._slices, self._worker)
             here = {p for bucket in buckets for p in bucket.parameters()}

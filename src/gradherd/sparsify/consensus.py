@@ -110,10 +110,6 @@ class PartitionState:
         """() bool, whether there was no step yet."""
         return self.start[0] <= 0
 
-    def rescaled(self, factor: float) -> "PartitionState":
-        """Return the state after all values were multiplied by `factor`."""
-        return replace(self, start=self.start * self.start.new_tensor([factor, 1.0]))
-
     def to(self, device: torch.device) -> "PartitionState":
         """Return a copy on a device."""
         fields = (self.start, self.cuts, self.loads)

@@ -115,18 +115,11 @@ class GpuSteps:
 
     def begin(self, loss_scale: Tensor | None) -> None:
         """Start a step whose gradients are multiplied by the () `loss_scale`; None is 1."""
-        # Residuals are in the unit of parameters (gradient times learning rate), and the rate may
-        # have changed since the last step.
-        ratio = self._worker.next_unit(1.0)
-        if ratio != 1:
-            self._worker.state.start[0] *= ratio
-            self._threshold.copy_(self._worker.state.start[0])
-        unit = self._worker.unit
         if loss_scale is not None:
-            self._unit.copy_(unit / loss_scale)
-        elif not (unit == 1 and self.unit_is_one):
-            self._unit.fill_(unit)
-        self.unit_is_one = unit == 1 and loss_scale is None
+            self._unit.copy_(1 / loss_scale)
+        elif not self.unit_is_one:
+            self._unit.fill_(1.0)
+        self.unit_is_one = loss_scale is None
 
     def add(self, bucket: int, grad: Tensor) -> None:
         """Add the flat gradients of a bucket to the residual, and set them to zero."""

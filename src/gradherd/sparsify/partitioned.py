@@ -194,10 +194,6 @@ class Partitioned(Selector):
         rule, cuts = self.rule(step.dim), tuple(step.state.cuts.tolist())
         return _PartitionPlan.of(rule, step.k, cuts, step.number % step.size if rule.rotate else 0)
 
-    def rescale(self, state: PartitionState, factor: float) -> PartitionState:
-        """Multiply the start of the search by `factor`."""
-        return state.rescaled(factor)
-
 
 @dataclass(frozen=True)
 class _PartitionPlan:

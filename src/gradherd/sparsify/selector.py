@@ -142,13 +142,6 @@ class Selector(ABC):
             headers: (R, H) int32 headers of all workers, on the CPU.
         """
 
-    def rescale(self, state: Any, factor: float) -> Any:
-        """Return the state after all values were multiplied by `factor`.
-
-        Called when the learning rate changes, if residuals are in the unit of parameters.
-        """
-        return state
-
 
 def target_count(density: float, dim: int) -> int:
     """Return k, the number of coordinates that a density of `dim` stands for: at least one.

@@ -2,7 +2,6 @@
 
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from gradherd.sparsify.registry import SPARSIFIERS, make_sparsifier, setting_nam
 from gradherd.sparsify.selector import Selector
 
 _EXCHANGE_SETTINGS = ("values", "dense_below", "momentum", "clip", "warmup_steps", "warmup_from")
-"""Fields of `Sparsify` that can be written in a file; `learning_rate` is a function."""
+"""Fields of `Sparsify` that describe the exchange, not the method."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +42,6 @@ class Sparsify:
     """Over this many steps the density falls exponentially to that of the method."""
     warmup_from: float = 0.25
     """Density of the first warm-up step (that of the same paper, section 3.3)."""
-    learning_rate: Callable[[], float] | None = None
-    """Return the learning rate of the current step. Residuals are then kept in units of
-    parameters, so a gradient is applied with the learning rate it was computed under even if it
-    is sent later. By default residuals are in units of gradients."""
 
     def __post_init__(self) -> None:
         # Through `object`, because the dataclass is frozen.
@@ -67,11 +62,6 @@ class Sparsify:
                 stacklevel=3,  # The line that calls Sparsify(), past the generated __init__.
             )
         check_numbers(momentum=self.momentum, warmup_from=self.warmup_from)
-        if self.learning_rate is not None and not callable(self.learning_rate):
-            raise ValueError(
-                "learning_rate must be a function that returns the rate of a step, such as "
-                f"lambda: optimizer.param_groups[0]['lr'], got {self.learning_rate!r}"
-            )
         # Not isinstance: True is an int, too, and a setting read from a file may be one.
         for name in ("dense_below", "warmup_steps"):
             if type(getattr(self, name)) is not int:

@@ -67,9 +67,6 @@ class VirtualWorkers:
         for worker, grad in zip(self.workers, grads, strict=True):
             worker.set_unit(1.0)
             worker.add(0, grad)
-        # All workers have the same learning rate.
-        if first.lr_is_zero:
-            return torch.zeros_like(grads[0])
         # A copy: rounding may overwrite it.
         sums = [worker.feedback.acc.clone() for worker in self.workers if self.keep_payload]
         # A method of one's own need not inherit from `Selector`.

@@ -14,7 +14,6 @@ that are sent; N positions in storage; R workers.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -297,9 +296,6 @@ class Worker:
         if sends_all(settings):
             acc = self.feedback.acc
             self.owner_error = no_owner_error(acc, dim - self.sparse, size, settings.values)
-        self._learning_rate: float | None = None
-        # Thresholds in a method's settings are in the unit of the first step.
-        self._first_learning_rate: float | None = None
         self._unit = 1.0
 
     @property
@@ -320,41 +316,7 @@ class Worker:
     def set_unit(self, loss_scale: float) -> None:
         """Begin a step whose gradients are multiplied by `loss_scale`."""
         self.feedback.begin()
-        ratio = self.next_unit(loss_scale)
-        if ratio != 1:
-            self.state = self.settings.method.rescale(self.state, ratio)
-
-    def next_unit(self, loss_scale: float) -> float:
-        """Set the unit of a step; return the factor by which values change, and thresholds must."""
         self._unit = 1 / loss_scale
-        if self.settings.learning_rate is None:
-            return 1.0
-        rate = float(self.settings.learning_rate())
-        if not 0 <= rate < math.inf:
-            raise ValueError(f"learning_rate must return a number of at least 0, got {rate}")
-        self._unit *= rate
-        # Rescaling by zero could not be undone. The next rate is compared with the last one that
-        # was not zero.
-        if not rate:
-            return 1.0
-        # With residuals in the unit of parameters, values shrink with the learning rate. Thresholds
-        # must follow at once: ExDyna's online rule moves by half a percent per step, so after a
-        # drop by ten it would send too little for hundreds of steps.
-        ratio = 1.0 if self._learning_rate is None else rate / self._learning_rate
-        self._learning_rate = rate
-        if self._first_learning_rate is None:
-            self._first_learning_rate = rate
-        return ratio
-
-    @property
-    def unit(self) -> float:
-        """Factor of the gradients of this step."""
-        return self._unit
-
-    @property
-    def lr_is_zero(self) -> bool:
-        """Whether the learning rate is zero, so that there is nothing to exchange."""
-        return self._unit == 0
 
     def add(self, begin: int, grad: Tensor, *, clear: bool = False) -> None:
         """Add a flat gradient of the coordinates from `begin` on; zero it if `clear`."""
@@ -416,8 +378,8 @@ class Worker:
         """Return the (K,) mean in the unit of gradients, clamped to finite values."""
         if self._unit == 1:
             return outcome.mean
-        # Dividing by a very small learning rate may overflow; what is cut off stays in the residual
-        # (see `written` in `commit`).
+        # Times a large loss scale it may overflow; what is cut off stays in the residual (see
+        # `written` in `commit`).
         limit = torch.finfo(outcome.mean.dtype).max
         return (outcome.mean / self._unit).clamp_(-limit, limit)
 
@@ -513,8 +475,7 @@ class Worker:
         on the order of parameters in the vector.
         """
         state = None if self.state is None else _fields(self.state)
-        rates = {"rate": self._learning_rate, "first_rate": self._first_learning_rate}
-        return self._identity() | {"step": self.step, "method": state} | rates
+        return self._identity() | {"step": self.step, "method": state}
 
     def _identity(self) -> dict[str, Any]:
         method = type(self.settings.method).__name__
@@ -558,17 +519,12 @@ class Worker:
         """
         # Checked first: a state that does not fit must not be loaded in part.
         self.check_state(state)
-        self.counters[0], self._learning_rate = state["step"], state["rate"]
-        self._first_learning_rate = state.get("first_rate")
+        self.counters[0] = state["step"]
         if self.state is None:
             return
         if _is_merged(state):
-            # Partitions and thresholds of the old number of workers mean nothing for this one. A
-            # fresh state is in the unit of the first step, so it is brought to that of the last.
+            # Partitions and thresholds of the old number of workers mean nothing for this one.
             self.state = self.settings.method.begin(self.sparse, self.size, self._layers)
-            if self._learning_rate is not None and self._first_learning_rate is not None:
-                ratio = self._learning_rate / self._first_learning_rate
-                self.state = self.settings.method.rescale(self.state, ratio)
         else:
             # Copied: a step on a GPU overwrites its state in place.
             saved = _fields(type(self.state)(**state["method"]))
