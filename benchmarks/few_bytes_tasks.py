@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradherd.comm.sliced_mean import mean_bytes
+from gradherd.lab.study.kinds import task_path
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Task
 from gradherd.lab.train.config import RunConfig, run_settings
@@ -83,7 +84,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     study = tomllib.loads(options.study.read_text())
-    task = find_task(study["task"])
+    task = find_task(task_path(study["task"], options.study.parent))
     split = None
     runs = [
         (arm, int(seed)) for seed in options.seeds.split(",") for arm in options.arms.split(",")

@@ -23,10 +23,11 @@ from gradherd.lab.report.svg import (
     line_styles,
     svg_text,
 )
-from gradherd.lab.study.file import Arm, Study, from_table, has_type
+from gradherd.lab.study.file import Arm, Study, from_table
 from gradherd.lab.study.kinds import kind_of
 from gradherd.lab.study.results import RunResult
 from gradherd.lab.text import check_known, printable, significant
+from gradherd.lab.train.record import has_type
 from gradherd.ordering.registry import POLICIES
 from gradherd.sparsify.registry import SPARSIFIERS
 from studies.evidence.chart_file import chart_file, svg_head

@@ -22,6 +22,7 @@ from tests.launched import printed_under_torchrun
 
 REAL = os.environ.get("GRADHERD_DATA")
 ROOT = Path(__file__).parents[2]
+M4 = f"{ROOT}/studies/tasks/m4.py:M4MLP"
 QUICK = ("--virtual", "--workers", "2", "--epochs", "1", "--limit", "16")
 """Options of a run that takes no time and no process."""
 BAD_TASK = """
@@ -164,7 +165,7 @@ train digits --lr fast | --lr must be a number, got 'fast' (see
 train digits --weight-decay nan | --weight-decay .. nan
 train digits --momentum 1 | --momentum must be in [0, 1), got 1
 train hmda --data-dir away | 'away' .. folder
-train m4-mlp | 'm4' .. gradherd data get m4 .. cache
+train fashion-lenet | 'fashion-mnist' .. gradherd data get fashion-mnist .. cache
 compare digits --tune lr | --tune
 compare digits --tune momentum=1 | --tune
 compare digits --tune lr=-1,1 | --tune
@@ -293,7 +294,7 @@ def bad_files(place):
     for name, array in arrays.items():
         np.save(place / f"{name}.npy", array)
     (place / "text.npy").write_text("hello")
-    carried = (ROOT / "studies" / "tasks" / "lstm_carried.py").read_text()
+    carried = (ROOT / "studies" / "tasks" / "lstm.py").read_text()
     (place / "carried.py").write_text(carried)
     (place / "cut.npy").write_bytes((place / "cube.npy").read_bytes()[:150])
     for folder in ("folder.npy", "folder.toml", "broken"):
@@ -413,7 +414,7 @@ def test_what_workers_say(capsys, place):
     calls = [["train", "mine.py:Bad", "--workers", "2", "--epochs", "1", "--out", "out"]]
     if cut := REAL and (Path(REAL) / "m4").is_dir() and cut_in_half(place, "Weekly-test"):
         options_of_m4 = ["--data-dir", "data", "--workers", "2", "--epochs", "1", "--out", "out"]
-        calls += [["train", "m4-mlp", *options_of_m4]]
+        calls += [["train", M4, *options_of_m4]]
     before = contents(place)
     *refusals, done = said_by_a_process(
         *calls, [*options, "--workers", "1", "--epochs", "2", "--resume"]
@@ -458,7 +459,7 @@ DAMAGED = "damage is code 2 with --virtual, 1 on workers; a cut packed file lack
 @pytest.mark.parametrize("name", ["Weekly-train", "Weekly-test"])
 def test_data_that_was_cut_in_half(capsys, place, name):
     path = cut_in_half(place, name)
-    err = refused(capsys, "train", "m4-mlp", "--data-dir", "data", *QUICK, "--out", "out", code=1)
+    err = refused(capsys, "train", M4, "--data-dir", "data", *QUICK, "--out", "out", code=1)
     assert path.name in err and "again" in err
 
 

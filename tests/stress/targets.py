@@ -68,7 +68,7 @@ def _set(names: tuple[str, ...], form: str, file: str, root: Path) -> Path:
 
 
 def _load(task: str, limit: int | None, root: Path, path: Path) -> None:
-    split = find_task(task).load(root, limit)
+    split = fake_data.task_named(task).load(root, limit)
     for column in (*split.train, *split.test):
         assert len(column) and bool(column.isfinite().all()), f"{task} has values that are none"
 
@@ -80,13 +80,14 @@ def _check(name: str, root: Path, path: Path) -> None:
 def _of_set(task: str, form: str, file: str, spoil: list[Mutation], **more: Any) -> Target:
     limit = 3 if "gpt2" in task else None
     quick = ("--virtual", "--workers", "2", "--epochs", "1", "--limit", "8")
-    train = ("train", task, "--data-dir", "DIR", *quick, "--out", "OUT/run")
+    called = fake_data.OF_STUDIES.get(task, task)
+    train = ("train", called, "--data-dir", "DIR", *quick, "--out", "OUT/run")
     command = (
         train if task in ("hmda", "m4-mlp") else ("data", "check", "--data-dir", "DIR", "--json")
     )
     return Target(
         name=f"{task.split('-')[0]} {file.rpartition('/')[2]}",
-        make=partial(_set, find_task(task).data, form, file),
+        make=partial(_set, fake_data.task_named(task).data, form, file),
         spoil=spoil,
         read=partial(_load, task, limit),
         command=command,

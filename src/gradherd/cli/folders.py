@@ -13,7 +13,13 @@ from gradherd.cli.parser import CommandFailed, UsageError, reason_of, usage_erro
 from gradherd.cli.terminal import torchrun_rank
 from gradherd.lab.text import counted, printable
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.record import RECORD_FILE, RunRecord, read_record, write_record
+from gradherd.lab.train.record import (
+    RECORD_FILE,
+    RunRecord,
+    lock_folder,
+    read_record,
+    write_record,
+)
 from gradherd.lab.train.runner import CHANGEABLE_SETTINGS, CHECKPOINT_FOLDER
 
 PAGE_FILE = "report.html"
@@ -93,28 +99,14 @@ def _check_contents(out: Path, *, resume: bool, many: bool) -> None:
 
 
 def _lock(out: Path) -> int | None:
-    """Lock a folder until the descriptor that this returns is closed, or the process ends.
-
-    The folder itself is locked, not a file in it: nothing is left behind by a process that is
-    killed, and a full disk has room for it.
-    """
+    """Lock a folder until the descriptor that this returns is closed, or the process ends."""
     try:
-        import fcntl
-    except ImportError:  # Windows
-        return None
-    folder = os.open(out, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return folder
+        return lock_folder(out, wait=False)
     except BlockingIOError:
-        os.close(folder)
         raise UsageError(
             f"--out {str(out)!r} is in use by another command: wait until it ends, or name another "
             "folder"
         ) from None
-    except OSError:  # A file system without locks: better to train than to refuse.
-        os.close(folder)
-        return None
 
 
 def finished_record(

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from gradherd.lab.report.claims import ClaimVerdict
     from gradherd.lab.study.file import Study
     from gradherd.lab.study.kinds import PlannedRun
-    from gradherd.lab.study.results import RunResult
 
 RESULTS = Path("benchmarks") / "results"
 
@@ -45,8 +43,7 @@ class StudyCommand:
     results can settle.
 
     You can run a study in parts. --only and --seeds select runs, --resume skips those that already
-    have results with the same settings. An interrupted run leaves no result and is run again. With
-    --resume, results of other studies in benchmarks/results are reused if their settings agree.
+    have results with the same settings. An interrupted run leaves no result and is run again.
 
     Example: gradherd study studies/hmda.toml --resume
     """
@@ -88,7 +85,7 @@ class StudyCommand:
         from gradherd.lab.study.file import read_study
         from gradherd.lab.study.kinds import kind_of
         from gradherd.lab.study.results import read_arms
-        from gradherd.lab.study.run import missing_runs, plan_runs, store_results
+        from gradherd.lab.study.run import missing_runs, plan_runs
 
         with usage_errors():
             study = read_study(self.file)
@@ -97,10 +94,6 @@ class StudyCommand:
             out = RESULTS / study.name if self.out is None else self.out
             results = read_arms(out, dict.fromkeys(run.arm for run in planned))
             todo = missing_runs(planned, results)
-        # Studies share arms (a baseline, say): what one of them has measured need not run again.
-        reused = self._reusable(study, todo)
-        reused_keys = {(result.arm, result.seed) for result in reused}
-        todo = [run for run in todo if (run.arm, run.seed) not in reused_keys]
         # Before the checks of --out and --resume: looking at a plan must always work.
         if self.plan:
             self._print_plan(study, planned, todo)
@@ -118,25 +111,8 @@ class StudyCommand:
             )
         # Before hours of training whose results could not be written.
         _check_out(out)
-        # Copied, so that the folder of a study holds all of its results.
-        store_results(study, out, reused)
         runs = self._run_missing(study, todo, out)
         self._print_result(study, out, runs, len(planned) - len(todo), len(todo) - len(runs))
-
-    def _reusable(self, study: Study, todo: Sequence[PlannedRun]) -> list[RunResult]:
-        """Return the results of these runs that another study has.
-
-        Other studies are searched only in benchmarks/results, where all of them are. Kinds that
-        measure time reuse nothing: times belong to one machine.
-        """
-        from gradherd.lab.study.kinds import kind_of
-        from gradherd.lab.study.results import read_other_studies
-        from gradherd.lab.study.run import reusable_results
-
-        if not self.resume or self.out is not None or kind_of(study).alone or not todo:
-            return []
-        warn = partial(print, "gradherd: skipped:", file=sys.stderr)
-        return reusable_results(todo, read_other_studies(RESULTS, study.name, warn))
 
     def _run_missing(
         self, study: Study, todo: Sequence[PlannedRun], out: Path

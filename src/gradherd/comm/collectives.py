@@ -285,8 +285,9 @@ def broadcast(tensor: Tensor, world: World, *, src: int = 0) -> CollectiveResult
 
 def all_gather_objects(value: Any, world: World) -> list[Any]:
     """Return the picklable values of all ranks, in rank order; not counted in bytes."""
-    values: list[Any] = [None] * world.size
-    dist.all_gather_object(values, value, group=world.group)
+    values = [value] * world.size
+    if world.size > 1:
+        dist.all_gather_object(values, value, group=world.group)
     return values
 
 

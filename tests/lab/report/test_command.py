@@ -90,8 +90,8 @@ def test_wrong_usage_is_one_line(capsys, tmp_path, args, complaint):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"task": 3}, "task is 3, not text"),
-        ({"config": None}, "config is None, not a mapping"),
+        ({"task": 3}, "task is 3, not a string"),
+        ({"config": None}, "config is None, not a table"),
         ({"seed": "one"}, "seed is 'one', not an integer"),
         ({"density": "x"}, "density is 'x', not a number"),
         ({"density_by_step": {}}, "density_by_step is not a list"),

@@ -169,34 +169,6 @@ def test_processes_side_by_side_find_the_same(root, capsys):
             assert losses == pytest.approx(expected, rel=1e-5)
 
 
-def test_runs_that_another_study_has_are_taken_over(root, capsys):
-    run(capsys, "study", "studies/small.toml", "--only", "d-rr")
-    other = SMALL.replace('order = ["d-rr", "cd-grab"]', 'order = "d-rr"\nlabel = "again"')
-    other = other.replace('arm = "cd-grab"', 'arm = "d-rr, again"').replace(
-        'against = "d-rr"', "against = 'd-rr, again'"
-    )
-    (root / "studies" / "other.toml").write_text(other)
-    only = ["--only", "d-rr*", "--resume", "--json"]
-    code, out, err = run(capsys, "study", "studies/other.toml", *only)
-    told = json.loads(out)
-    assert (code, err, told["runs"], told["skipped"]) == (0, "", [], 2)
-    there = root / "benchmarks" / "results"
-    assert (
-        results_of(there / "other")["d-rr_again.json"] == results_of(there / "small")["d-rr.json"]
-    )
-    # A file of another study that cannot be read is no reason to stop.
-    (there / "small" / "cd-grab.json").write_text("{")
-    code, out, err = run(capsys, "study", "studies/other.toml", *only, "--plan")
-    assert code == 0 and not json.loads(out)["left"] and err == ""
-    (root / "studies" / "again.toml").write_text(other)
-    code, out, err = run(capsys, "study", "studies/again.toml", *only, "--plan")
-    assert json.loads(out)["left"] == [] and "skipped:" in err and "cd-grab.json" in err
-    # Other settings are other runs.
-    (root / "studies" / "third.toml").write_text(other.replace("limit = 300", "limit = 200"))
-    _, out, _ = run(capsys, "study", "studies/third.toml", *only)
-    assert len(json.loads(out)["runs"]) == 2
-
-
 def test_a_study_for_a_gpu_says_so_where_there_is_none(root, capsys, monkeypatch):
     monkeypatch.setattr("gradherd.cli.study.usable_device", no_device)
     (root / "studies" / "gpu.toml").write_text(SMALL.replace("seeds", 'device = "cuda"\nseeds', 1))

@@ -11,13 +11,27 @@ from pathlib import Path
 
 import numpy as np
 
+from gradherd.lab.tasks import TASKS, Task, find_task
 from gradherd.lab.tasks.data_files import find_below
 from gradherd.lab.tasks.datasets import DATASETS, DataFile
 from gradherd.lab.tasks.images import read_batches
 
+_FOLDER = Path(__file__).parents[3] / "studies" / "tasks"
+OF_STUDIES = {
+    "wikitext2-lstm": f"{_FOLDER}/lstm.py:WikiText2LSTM",
+    "m4-mlp": f"{_FOLDER}/m4.py:M4MLP",
+    "sst2-transformer": f"{_FOLDER}/sst2.py:SST2Transformer",
+}
+"""Tasks that studies bring along -> what a command takes for them."""
+EVERY_TASK = (*TASKS, *OF_STUDIES)
 PARTS = ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5")
 BATCHES = (*PARTS, "test_batch")
 WORDS = "the cat sat on a mat while its 12 friends , all of them kind , ran away .".split()
+
+
+def task_named(name: str) -> Task:
+    """Return a task of the package, or of a study."""
+    return find_task(OF_STUDIES.get(name, name))
 
 
 def put(path: Path, content: bytes | str) -> None:

@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from gradherd.lab.tasks import TASKS, DamagedData, MissingData, find_task
+from gradherd.lab.tasks import DamagedData, MissingData
 from gradherd.lab.tasks import digits as digits_task
 from gradherd.lab.tasks.data_files import cache_dir, data_dirs, find_dataset
 from gradherd.lab.tasks.datasets import DATASETS
 from gradherd.lab.tasks.download import verify_dataset
 from tests.lab.tasks import fake_data
+from tests.lab.tasks.fake_data import EVERY_TASK, task_named
 
-NEEDY = [name for name in TASKS if find_task(name).data]
+NEEDY = [name for name in EVERY_TASK if task_named(name).data]
 ONE_EACH = ["hmda", "wikitext2-lstm", "m4-mlp", "wikitext2-gpt2", "cifar10-lenet", "fashion-lenet"]
 ONE_EACH += ["sst2-transformer"]
 
@@ -24,7 +25,7 @@ def make(root: Path, task: str, form: str) -> Path:
     root.mkdir(exist_ok=True)
     if form == "compact" and task.startswith("cifar10"):
         pytest.importorskip("PIL")
-    for name in find_task(task).data:
+    for name in task_named(task).data:
         fake_data.MAKERS[name](root, form)
     return root
 
@@ -40,21 +41,21 @@ def same(one, other) -> bool:
 @pytest.mark.parametrize("task", ONE_EACH)
 def test_compact_and_public_forms_are_the_same_data(any_edition, tmp_path, task):
     splits = [
-        find_task(task).load(make(tmp_path / form, task, form)) for form in ("compact", "public")
+        task_named(task).load(make(tmp_path / form, task, form)) for form in ("compact", "public")
     ]
     assert same(*splits)
     assert len(splits[0].train[0]) > 1 and len(splits[0].test[0]) > 1
 
 
 def test_cifar_images_and_labels(any_edition, tmp_path):
-    expected = find_task("cifar10-lenet").load(make(tmp_path, "cifar10-lenet", "public"))
+    expected = task_named("cifar10-lenet").load(make(tmp_path, "cifar10-lenet", "public"))
     rows = np.concatenate([fake_data.cifar_rows(seed) for seed in range(5)])
     assert np.array_equal(expected.train[1].numpy(), rows[:, 0])
     assert np.array_equal(expected.train[0].numpy().reshape(80, -1), rows[:, 1:])
 
 
 def test_line_ends_of_another_system(any_edition, tmp_path):
-    task = find_task("sst2-transformer")
+    task = task_named("sst2-transformer")
     expected = task.load(make(tmp_path, "sst2-transformer", "public"))
     for path in (tmp_path / "SST-2").iterdir():
         path.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
@@ -64,13 +65,13 @@ def test_line_ends_of_another_system(any_edition, tmp_path):
 @pytest.mark.parametrize("task", NEEDY)
 def test_a_limit_keeps_the_first(any_edition, tmp_path, task):
     make(tmp_path, task, "public")
-    whole, few = (find_task(task).load(tmp_path, limit=limit) for limit in (None, 20))
+    whole, few = (task_named(task).load(tmp_path, limit=limit) for limit in (None, 20))
     assert len(few.train[0]) == 20
     assert same(whole.first(20), few)
 
 
 def test_hmda_is_standardised_by_its_training_part(any_edition, tmp_path):
-    split = find_task("hmda").load(make(tmp_path, "hmda", "public"))
+    split = task_named("hmda").load(make(tmp_path, "hmda", "public"))
     x = split.train[0].double()
     torch.testing.assert_close(x.mean(0), torch.zeros(18, dtype=torch.float64), atol=1e-5, rtol=0)
     constant = torch.arange(18) == 3
@@ -79,7 +80,7 @@ def test_hmda_is_standardised_by_its_training_part(any_edition, tmp_path):
 
 
 def test_sequences_overlap_by_one_word(any_edition, tmp_path):
-    split = find_task("wikitext2-lstm").load(make(tmp_path, "wikitext2-lstm", "public"))
+    split = task_named("wikitext2-lstm").load(make(tmp_path, "wikitext2-lstm", "public"))
     (words,) = split.train
     assert torch.equal(words[:-1, -1], words[1:, 0])
     text = (tmp_path / "wikitext-2" / "wiki.train.tokens").read_text()
@@ -90,7 +91,7 @@ def test_sequences_overlap_by_one_word(any_edition, tmp_path):
 def test_phrases_keep_unknown_words_and_quotes(any_edition, tmp_path):
     for part in ("train", "dev"):
         fake_data.put(tmp_path / f"SST-2/{part}.tsv", 'sentence\tlabel\n"a b a \t1\nb\t0\n')
-    split = find_task("sst2-transformer").load(tmp_path)
+    split = task_named("sst2-transformer").load(tmp_path)
     # b twice, then a and '"a' once each in the order they came; 0 pads, 1 is unknown.
     assert split.train[0][:, :4].tolist() == [[3, 2, 4, 0], [2, 0, 0, 0]]
     assert split.train[1].tolist() == [1, 0]
@@ -100,7 +101,7 @@ def test_phrases_keep_unknown_words_and_quotes(any_edition, tmp_path):
 
 
 def test_tokens_are_kept_and_used_again(any_edition, tmp_path, monkeypatch):
-    task = find_task("wikitext2-gpt2")
+    task = task_named("wikitext2-gpt2")
     first = task.load(make(tmp_path, "wikitext2-gpt2", "public"))
     kept = sorted((cache_dir() / "tokens").iterdir())
     assert len(kept) == 2 and all(path.suffix == ".npz" for path in kept)
@@ -115,7 +116,7 @@ def test_tokens_are_kept_and_used_again(any_edition, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("spoil", [b"", b"PK\x03\x04 junk", None])
 def test_kept_tokens_that_are_damaged_are_made_again(any_edition, tmp_path, spoil):
-    task = find_task("wikitext2-gpt2")
+    task = task_named("wikitext2-gpt2")
     first = task.load(make(tmp_path, "wikitext2-gpt2", "public"))
     for path in (cache_dir() / "tokens").iterdir():
         path.write_bytes(path.read_bytes()[:-40] if spoil is None else spoil)
@@ -123,7 +124,7 @@ def test_kept_tokens_that_are_damaged_are_made_again(any_edition, tmp_path, spoi
 
 
 def test_other_text_gets_other_tokens(any_edition, tmp_path):
-    task = find_task("wikitext2-gpt2")
+    task = task_named("wikitext2-gpt2")
     first = task.load(make(tmp_path, "wikitext2-gpt2", "public"))
     path = tmp_path / "wikitext-2" / "wiki.train.tokens"
     path.write_text(path.read_text().upper())
@@ -133,7 +134,7 @@ def test_other_text_gets_other_tokens(any_edition, tmp_path):
 def test_a_cache_that_cannot_be_written_is_no_error(any_edition, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    find_task("wikitext2-gpt2").load(make(tmp_path, "wikitext2-gpt2", "public"))
+    task_named("wikitext2-gpt2").load(make(tmp_path, "wikitext2-gpt2", "public"))
 
 
 # Finding.
@@ -191,7 +192,7 @@ def test_a_data_dir_must_be_a_folder(tmp_path):
 
 @pytest.mark.parametrize("task", ["digits", "digits-mlp"])
 def test_digits_need_no_folder(task):
-    split = find_task(task).load(None)
+    split = task_named(task).load(None)
     assert len(split.train[0]) == 1440 and len(split.test[0]) == 357
     assert split.train[0].min() == 0 and split.train[0].max() == 1
 
@@ -211,14 +212,14 @@ def test_digits_are_those_of_scikit_learn(monkeypatch):
 def test_digits_without_scikit_learn(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "sklearn", None)
     with pytest.raises(MissingData, match="come with scikit-learn, which is not installed"):
-        find_task("digits").load()
+        task_named("digits").load()
 
 
 def test_sheets_without_pillow(any_edition, tmp_path, monkeypatch):
     make(tmp_path, "cifar10-lenet", "compact")
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
     with pytest.raises(ValueError, match=r"data_batch_1\.webp needs Pillow"):
-        find_task("cifar10-lenet").load(tmp_path)
+        task_named("cifar10-lenet").load(tmp_path)
 
 
 # Damage.
@@ -254,7 +255,7 @@ def test_a_damaged_file_is_named(any_edition, tmp_path, task, form, file, damage
         }[damage]
     )
     with pytest.raises(DamagedData) as error:
-        find_task(task).load(tmp_path)
+        task_named(task).load(tmp_path)
     assert "\n" not in str(error.value)
     assert path.name in str(error.value)
 
@@ -275,7 +276,7 @@ def test_hmda_archives_of_another_kind(tmp_path, content, complaint):
     (tmp_path / "hmda-2017").mkdir()
     np.savez(tmp_path / "hmda-2017" / "hmda-2017-NJ.npz", **content)
     with pytest.raises(DamagedData, match=complaint):
-        find_task("hmda").load(tmp_path)
+        task_named("hmda").load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -293,12 +294,12 @@ def test_hmda_archives_of_another_kind(tmp_path, content, complaint):
 def test_whatever_is_changed_is_refused(any_edition, tmp_path, task, file, old, new, complaint):
     path = make(tmp_path, task, "public") / file
     fake_data.publish(tmp_path)
-    find_task(task).load(tmp_path)
+    task_named(task).load(tmp_path)
     content = path.read_bytes()
     assert old in content
     path.write_bytes(content.replace(old, new, 1))
     with pytest.raises(DamagedData, match=f"{path.name} {complaint}"):
-        find_task(task).load(tmp_path)
+        task_named(task).load(tmp_path)
 
 
 # What was published is known: sizes and checksums.
@@ -308,7 +309,7 @@ def test_whatever_is_changed_is_refused(any_edition, tmp_path, task, file, old, 
 def test_another_edition_is_refused(tmp_path, task):
     make(tmp_path, task, "public")
     with pytest.raises(DamagedData, match=r"bytes unpacked instead of [\d,]+; fetch it again"):
-        find_task(task).load(tmp_path)
+        task_named(task).load(tmp_path)
 
 
 def test_one_wrong_byte_is_found(real, tmp_path):
@@ -317,7 +318,7 @@ def test_one_wrong_byte_is_found(real, tmp_path):
     shutil.copy(source.paths["Weekly-train.csv"], _folder(tmp_path / "m4"))
     (tmp_path / "m4" / "Weekly-test.csv").write_bytes(content.replace(b"35397.16", b"35397.17"))
     with pytest.raises(DamagedData, match=r"Weekly-test\.csv is damaged, or not the published"):
-        find_task("m4-mlp").load(tmp_path)
+        task_named("m4-mlp").load(tmp_path)
 
 
 # The real sets.
@@ -337,7 +338,7 @@ SHAPES = {
 def test_real_data(real, task):
     if task.startswith("cifar10"):
         pytest.importorskip("PIL")
-    one = find_task(task)
+    one = task_named(task)
     for name in one.data:
         _find(name, real)
     split = one.load(real)

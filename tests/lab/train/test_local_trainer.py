@@ -10,6 +10,7 @@ from gradherd.lab.ranks import run_ranks
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.runner import run_all
 from gradherd.lab.train.virtual_trainer import VirtualTrainer
+from tests.lab.tasks.fake_data import OF_STUDIES
 from tests.lab.train.work import HERE, config_of, on_ranks, train_and_follow
 
 EXDYNA = {"sparsify": "exdyna", "density": 0.1}
@@ -86,8 +87,8 @@ def test_learning_rates_of_a_run():
     steady = config_of("digits", epochs=2, lr=1.0, lr_warmup=0.5)
     assert [steady.lr_at(2, step, 4) for step in range(4)] == [1.0] * 4
     # A task's drops give way to cosine, and stay with a warm-up alone.
-    assert config_of("wikitext2-lstm", lr_schedule="cosine").lr_drop is None
-    assert config_of("wikitext2-lstm", lr_warmup=0.1).lr_drop is not None
+    assert config_of(OF_STUDIES["wikitext2-lstm"], lr_schedule="cosine").lr_drop is None
+    assert config_of(OF_STUDIES["wikitext2-lstm"], lr_warmup=0.1).lr_drop is not None
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from gradherd.lab.train.stacking import why_not_mean_loss
 from gradherd.lab.train.trainer import EpochCounters, EpochExamples, passes
 from gradherd.lab.train.tuning import hold_out
 from gradherd.lab.train.virtual_trainer import GradientsOnStreams, VirtualTrainer
+from tests.lab.tasks.fake_data import EVERY_TASK, OF_STUDIES
 from tests.lab.train.work import HERE, config_of, in_one_process, on_ranks
 
 REAL = os.environ.get("GRADHERD_DATA")
@@ -148,7 +149,7 @@ def test_a_state_needs_whole_batches_runs_alone_and_all_of_the_text():
 
 
 # Of the two LSTMs the one that carries no state; the other is above, with fewer words.
-LARGE = [name for name in TASKS if not name.startswith("digits")]
+LARGE = [name for name in EVERY_TASK if not name.startswith("digits")]
 # Few examples of a step: three steps in a second or two.
 BATCH = {"cifar10-resnet18": 2, "sst2-transformer": 2}
 # Two steps of the large ones: the second starts from weights that the first has changed.
@@ -160,16 +161,17 @@ def test_the_first_steps_of_every_other_task(name):
     if not REAL:
         pytest.skip("needs the real data sets: set GRADHERD_DATA to their folder")
     steps = STEPS.get(name, 3)
-    config = config_of(name, order="cd-grab", workers=2, epochs=1, batch_size=BATCH.get(name))
+    batch, task = BATCH.get(name), OF_STUDIES.get(name, name)
+    config = config_of(task, order="cd-grab", workers=2, epochs=1, batch_size=batch)
     config = config_of(
-        name,
+        task,
         order="cd-grab",
         workers=2,
         epochs=1,
         batch_size=config.batch_size,
         limit=2 * steps * config.batch_size,
     )
-    split = find_task(name).load(Path(REAL), config.limit)  # once, not on every rank
+    split = find_task(task).load(Path(REAL), config.limit)  # once, not on every rank
     ranks = run_ranks(on_ranks, 2, [config], split)
     assert ranks[0][0][0][1].steps == steps
     same(ranks[0][0], in_one_process(config, split), bits=False)

@@ -19,7 +19,7 @@ from gradherd.lab.train.loop import new_record
 from gradherd.lab.train.rank_trainer import RankTrainer
 from gradherd.lab.train.record import EpochRow
 from gradherd.lab.train.virtual_trainer import VirtualTrainer
-from studies.tasks.lstm_carried import CarriedLSTM, WikiText2CarriedLSTM
+from studies.tasks.lstm import CarriedLSTM, WikiText2CarriedLSTM
 
 
 def no_callback(steps=1):

@@ -12,12 +12,11 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from gradherd.lab.study.results import result_path
 from gradherd.lab.text import check_known, printable
-from gradherd.lab.train.record import read_bounded_text
+from gradherd.lab.train.record import has_type, read_bounded, type_words
 
 TESTS = ("less", "greater", "no-worse", "at-most", "at-least")
 """Comparisons a claim can make; `lab.report.claims` defines them."""
@@ -34,7 +33,6 @@ HEAD_SETTINGS = ("order", "sparsify", "density", "case")
 _MAX_SEEDS = 1000
 _MAX_MESSAGE = 400
 """Characters of an error message: it quotes the file, which may hold anything."""
-_TYPE_WORDS = {str: "a string", bool: "true or false", int: "an integer", float: "a number"}
 _TABLES = {"arms": "arms", "claim": "claims", "figure": "figures"}
 """Keys of lists of tables, and the fields that they become."""
 
@@ -120,7 +118,7 @@ def read_study(path: Path) -> Study:
             wrong with it.
     """
     try:
-        tables = tomllib.loads(read_bounded_text(path))
+        tables = tomllib.loads(read_bounded(path).decode())
     except RecursionError:
         raise ValueError(printable(f"{path}: nested too deeply")) from None
     except (OSError, ValueError) as error:
@@ -279,43 +277,8 @@ def check_table(
         raise ValueError(lacks if where else f"there is no {missing[0]}: a study needs one")
     for name, value in table.items():
         if not has_type(value, known[name].type):
-            expected = _type_words(known[name].type)
+            expected = type_words(known[name].type)
             raise ValueError(f"{name}{of} must be {expected}, got {value!r}")
-
-
-def has_type(value: Any, expected: Any) -> bool:
-    """Return whether a TOML value has a type; lists stand for tuples.
-
-    >>> has_type(1, float), has_type(True, float), has_type(1.0, int)
-    (True, False, False)
-    >>> has_type([1, 2], tuple[float, float] | None), has_type([1], tuple[float, float])
-    (True, False)
-    >>> has_type(["a"], tuple[str, ...]), has_type("a", tuple[str, ...])
-    (True, False)
-    """
-    # dataclass annotations are the schema: a field that is added is checked at once.
-    if isinstance(expected, UnionType):
-        return any(has_type(value, one) for one in get_args(expected))
-    if get_origin(expected) is tuple:
-        item, *rest = get_args(expected)
-        count = len(value) if isinstance(value, list) else -1
-        right_length = count >= 0 if rest == [...] else count == 1 + len(rest)
-        return right_length and all(has_type(one, item) for one in value)
-    if get_origin(expected) is Mapping:
-        return isinstance(value, dict)
-    if expected is float:  # TOML writes 1 where a float is meant; bool is a subclass of int.
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return type(value) is expected
-
-
-def _type_words(expected: Any) -> str:
-    if isinstance(expected, UnionType):
-        return " or ".join(_type_words(one) for one in get_args(expected) if one is not NoneType)
-    if get_origin(expected) is tuple:
-        item, *rest = get_args(expected)
-        count = "any length" if rest == [...] else f"length {1 + len(rest)}"
-        return f"a list of {count}, each {_TYPE_WORDS[item]}"
-    return _TYPE_WORDS.get(expected, "a table")
 
 
 def expand_arms(groups: Sequence[Mapping[str, Any]]) -> tuple[Arm, ...]:

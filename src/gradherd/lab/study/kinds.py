@@ -15,13 +15,14 @@ from typing import Any, ClassVar
 import torch
 
 from gradherd.comm.world import World
-from gradherd.lab.study.file import Study, has_type
+from gradherd.lab.study.file import Study
 from gradherd.lab.study.results import describe_run, to_columns
 from gradherd.lab.tasks.registry import find_task, import_file
 from gradherd.lab.tasks.task import load_split
 from gradherd.lab.text import check_known
 from gradherd.lab.train.config import RunConfig, run_settings
 from gradherd.lab.train.loop import Progress
+from gradherd.lab.train.record import has_type
 from gradherd.lab.train.runner import check_suitable, run_all
 from gradherd.lab.train.stacking import saved_per_example, stack_runs
 from gradherd.ordering.policy import Policy

@@ -13,8 +13,7 @@ import json
 import os
 import re
 import statistics
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,10 @@ from gradherd.lab.train.record import (
     RECORD_FORMAT,
     EpochRow,
     RunRecord,
-    read_bounded_text,
+    lock_folder,
+    read_bounded,
     write_atomic,
 )
-
-if sys.platform != "win32":
-    import fcntl
 
 FORMAT = 1
 _FINAL = ("done", "diverged")
@@ -141,19 +138,12 @@ def locked(folder: Path) -> Iterator[None]:
     they have read, and one of the two would be lost.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if sys.platform == "win32":
-        yield
-        return
-    # The folder itself, so that no lock file lies among results that are committed. The lock ends
-    # with the process at the latest.
-    descriptor = os.open(folder, os.O_RDONLY)
+    lock = lock_folder(folder, wait=True)
     try:
-        # Some network file systems lock no folders: then a file still is the old or the new one.
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(descriptor)
+        if lock is not None:
+            os.close(lock)
 
 
 def write_results(folder: Path, study: str, kind: str, results: Sequence[RunResult]) -> None:
@@ -191,7 +181,7 @@ def read_results(path: Path) -> list[RunResult]:
         ValueError: The file is damaged; the message names it.
     """
     try:
-        content = json.loads(read_bounded_text(path))
+        content = json.loads(read_bounded(path).decode())
         if content["format"] != FORMAT:
             raise ValueError(f"expected format {FORMAT}")
         results = [RunResult(**{**content["shared"], **run}) for run in content["runs"]]
@@ -211,28 +201,6 @@ def read_arms(folder: Path, names: Iterable[str]) -> dict[str, list[RunResult]]:
     """
     paths = {name: result_path(folder, name) for name in names}
     return {name: read_results(path) for name, path in paths.items() if path.exists()}
-
-
-def read_other_studies(
-    folder: Path, name: str, on_damaged: Callable[[str], None]
-) -> list[RunResult]:
-    """Return the results of all studies except one, each in its own subfolder.
-
-    Args:
-        folder: Folder of all results.
-        name: The study to leave out.
-        on_damaged: Called with a message for each unreadable file, which is then skipped: a
-            damaged file of another study must not stop this one.
-    """
-    results: list[RunResult] = []
-    for path in sorted(folder.glob("*/*.json")):
-        if path.parent.name == name:
-            continue
-        try:
-            results += read_results(path)
-        except ValueError as error:
-            on_damaged(str(error))
-    return results
 
 
 def round_floats(value: Any, digits: int = 7) -> Any:

@@ -82,17 +82,6 @@ def missing_runs(
     return [run for run in runs if not is_done(stored.get(run.arm, ()), run.seed, run.settings)]
 
 
-def reusable_results(runs: Sequence[PlannedRun], others: Sequence[RunResult]) -> list[RunResult]:
-    """Return results of these runs that other studies have, under this study's names of arms."""
-    results = []
-    for run in runs:
-        equal = (one for one in others if is_done([one], run.seed, run.settings))
-        if (result := next(equal, None)) is not None:
-            # Studies name the same arm differently, and write out settings that older results lack.
-            results.append(dataclasses.replace(result, arm=run.arm, settings=run.settings))
-    return results
-
-
 def run_planned(
     study: Study, runs: Sequence[PlannedRun], out: Path, context: RunContext, jobs: int = 1
 ) -> Iterator[list[RunResult]]:

@@ -11,23 +11,18 @@ from gradherd.lab.tasks.data_files import expand_user, is_file
 from gradherd.lab.tasks.digits import Digits, DigitsMLP
 from gradherd.lab.tasks.hmda import HMDA
 from gradherd.lab.tasks.images import Cifar10LeNet, Cifar10ResNet18, FashionLeNet
-from gradherd.lab.tasks.m4 import M4MLP
-from gradherd.lab.tasks.sst2 import SST2Transformer
 from gradherd.lab.tasks.task import REQUIRED, Defaults, Task, as_task
-from gradherd.lab.tasks.wikitext2 import WikiText2GPT2, WikiText2LSTM
+from gradherd.lab.tasks.wikitext2 import WikiText2GPT2
 from gradherd.lab.text import printable
 
 TASKS: dict[str, Callable[[], Task]] = {
     "digits": Digits,
     "digits-mlp": DigitsMLP,
     "hmda": HMDA,
-    "wikitext2-lstm": WikiText2LSTM,
-    "m4-mlp": M4MLP,
     "wikitext2-gpt2": WikiText2GPT2,
     "cifar10-lenet": Cifar10LeNet,
     "cifar10-resnet18": Cifar10ResNet18,
     "fashion-lenet": FashionLeNet,
-    "sst2-transformer": SST2Transformer,
 }
 """Tasks by name."""
 

@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
-from gradherd.comm.collectives import all_gather
+from gradherd.comm.collectives import all_gather, all_gather_objects
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.hooks.state import pack, unpack
-from gradherd.lab.train.record import short_repr
+from gradherd.lab.train.record import read_bounded, short_repr
 
 log = logging.getLogger("gradherd")
 
@@ -37,7 +37,6 @@ log = logging.getLogger("gradherd")
 _FORMAT = 2
 _MANIFEST = "manifest.json"
 _SHARED = "shared.safetensors"
-_MAX_LISTED = 64  # checkpoints that are tried when loading
 _MAX_MANIFEST = 1 << 24  # bytes: room for 100,000 ranks
 _COST_RATIO = 50
 """If the clock decides, at least this many times the last save's duration passes between saves."""
@@ -67,23 +66,15 @@ class CheckpointStore:
     """The checkpoints of one run."""
 
     def __init__(
-        self,
-        folder: Path,
-        world: World,
-        identity: Mapping[str, Any],
-        *,
-        device: str = "cpu",
-        keep: int = 2,
+        self, folder: Path, world: World, identity: Mapping[str, Any], *, keep: int = 2
     ) -> None:
         """Open a folder that all ranks see, and keep its last `keep` checkpoints.
 
-        A run must have `identity`, JSON values, in common with one that it resumes. Tensors of the
-        process group are on `device`.
+        A run must have `identity`, JSON values, in common with one that it resumes.
         """
         self._folder, self._world, self._keep = folder, world, keep
         # As it comes back from a manifest: tuples become lists.
         self._identity = json.loads(json.dumps(dict(identity)))
-        self._device = torch.device(device)
 
     def save(self, step: int, shared: Callable[[], Any], own: Any) -> None:
         """Write this rank's state, and what `shared` returns on rank 0, on all ranks together.
@@ -94,47 +85,45 @@ class CheckpointStore:
         """
         # A leading dot: `_list_steps` never takes a draft for a checkpoint.
         draft = self._folder / f".step-{step:09d}.draft"
-        problem: OSError | None = None
-        if self._world.rank == 0:
-            try:
+
+        def make() -> None:
+            if self._world.rank == 0:
                 shutil.rmtree(draft, ignore_errors=True)
                 draft.mkdir(parents=True)
-            except OSError as error:
-                problem = error
-        # A failed rank cannot just raise: its peers would wait for it in the next collective until
-        # they time out. So all ranks exchange whether they failed, here and after writing.
-        self._agree(problem, draft)
-        parts = {_rank_file(self._world.rank): pack(own)}
-        if self._world.rank == 0:
-            # A function, not a value: only rank 0 pays for copying model and optimizer.
-            parts[_SHARED] = pack(shared())
-        try:
+
+        def write() -> dict[str, list[int]]:
+            parts = {_rank_file(self._world.rank): pack(own)}
+            if self._world.rank == 0:
+                # A function, not a value: only rank 0 pays for copying model and optimizer.
+                parts[_SHARED] = pack(shared())
             for name, data in parts.items():
                 _write_synced(draft / name, data)
-        except OSError as error:
-            problem = error
-        # Digests of what was meant to be written, not of the file: a bad disk shows up when
-        # reading.
-        rows = self._agree(problem, draft, *(_fingerprint(data) for data in parts.values()))
+            # Digests of what was meant to be written, not of the file: a bad disk shows up when
+            # reading.
+            return {name: _fingerprint(data) for name, data in parts.items()}
+
+        self._on_all_ranks(make, draft)
+        written = self._on_all_ranks(write, draft)
         if self._world.rank == 0:
             try:
-                self._finish(step, draft, rows)
+                self._finish(step, draft, {k: v for files in written for k, v in files.items()})
             except OSError:
                 shutil.rmtree(draft, ignore_errors=True)
                 raise
 
-    def _agree(self, problem: OSError | None, draft: Path, *entries: list[int]) -> list[list[int]]:
-        """Exchange fingerprints and failures; raise on all ranks if one of them has failed.
+    def _on_all_ranks(self, work: Callable[[], Any], draft: Path) -> list[Any]:
+        """Return what `work` returns on each rank; raise on all ranks if it fails on one.
 
-        Returns:
-            For each rank [failed, size and digest of its own file, those of the shared file].
+        A failed rank cannot just raise: its peers would wait for it in the next collective until
+        they time out.
         """
-        own = [int(problem is not None), *(number for entry in entries for number in entry)]
-        # All ranks send rows of one length, as an all-gather needs; only rank 0 has a shared file.
-        own += [0] * (7 - len(own))
-        row = torch.tensor(own, dtype=torch.int64, device=self._device)
-        rows: list[list[int]] = all_gather(row, self._world).value.tolist()
-        failed = [rank for rank, values in enumerate(rows) if values[0]]
+        result, problem = None, None
+        try:
+            result = work()
+        except OSError as error:
+            problem = error
+        results = all_gather_objects((problem is not None, result), self._world)
+        failed = [rank for rank, (has_failed, _) in enumerate(results) if has_failed]
         if failed and self._world.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
         if problem is not None:
@@ -143,11 +132,9 @@ class CheckpointStore:
             )
         if failed:
             raise RuntimeError(f"no checkpoint was written: rank {failed[0]} could not")
-        return rows
+        return [one for _, one in results]
 
-    def _finish(self, step: int, draft: Path, rows: list[list[int]]) -> None:
-        files = {_rank_file(rank): row[1:4] for rank, row in enumerate(rows)}
-        files[_SHARED] = rows[0][4:7]
+    def _finish(self, step: int, draft: Path, files: dict[str, list[int]]) -> None:
         manifest = {
             "format": _FORMAT,
             "step": step,
@@ -203,11 +190,8 @@ class CheckpointStore:
             # On rank 0 alone: two ranks that rename the same folder would fail.
             self._clean_up()
         # All ranks try the checkpoints of rank 0's list, so that they agree on one.
-        listed = [*self._list_steps()[:_MAX_LISTED], *[-1] * _MAX_LISTED][:_MAX_LISTED]
-        row = torch.tensor(listed, dtype=torch.int64, device=self._device)
-        steps = [step for step in all_gather(row, self._world).value[0].tolist() if step >= 0]
         reasons: list[str] = []
-        for step in steps:
+        for step in all_gather_objects(self._list_steps(), self._world)[0]:
             loaded, why = None, ""
             try:
                 loaded = self._read(step)
@@ -217,13 +201,12 @@ class CheckpointStore:
                 why = " ".join(str(error).split()) or type(error).__name__
             # Agreed for each checkpoint: ranks that continued from different steps would never meet
             # again.
-            flag = torch.tensor([int(loaded is None)], device=self._device)
-            bad = all_gather(flag, self._world).value.flatten().nonzero().flatten().tolist()
-            if loaded is not None and not bad:
+            wrong = [one for one in all_gather_objects(why, self._world) if one]
+            if loaded is not None and not wrong:
                 for reason in reasons if self._world.rank == 0 else ():
                     log.warning("skipping a checkpoint in %s: %s", self._folder, reason)
                 return loaded
-            reasons.append(f"step {step}: {why or f'rank {bad[0]} cannot use its part'}")
+            reasons.append(f"step {step}: {wrong[0]}")
         if reasons:
             # Not None: starting from scratch over a run that cannot be read would lose it.
             raise NoUsableCheckpoint(
@@ -262,8 +245,7 @@ def _rank_file(rank: int) -> str:
 
 
 def _fingerprint(data: bytes) -> list[int]:
-    """Return the length and 128-bit digest of a file as three int64, ready for a collective."""
-    # Signed: the ranks exchange them as int64.
+    """Return the length and 128-bit digest of a file, as a manifest has them."""
     digest = hashlib.blake2b(data, digest_size=16).digest()
     halves = (digest[:8], digest[8:])
     return [len(data), *(int.from_bytes(half, "big", signed=True) for half in halves)]
@@ -271,7 +253,7 @@ def _fingerprint(data: bytes) -> list[int]:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads(_read_bounded(path, _MAX_MANIFEST).decode("utf-8"))
+        manifest = json.loads(_read(path, _MAX_MANIFEST).decode())
         if manifest["format"] != _FORMAT:
             raise ValueError(f"its format is {short_repr(manifest['format'])}, expected {_FORMAT}")
         # Checked by hand: the file may hold any JSON, and each wrong type would fail elsewhere.
@@ -292,20 +274,17 @@ def _read_verified(path: Path, files: Mapping[str, Any]) -> bytes:
     entry = files.get(path.name)
     size = entry[0] if isinstance(entry, list) and entry else None
     # A file that has grown is not read at all: memory use stays bounded by what was written.
-    data = _read_bounded(path, size) if isinstance(size, int) and size >= 0 else b""
+    data = _read(path, size) if isinstance(size, int) and size >= 0 else b""
     if _fingerprint(data) != entry:
         raise ValueError(f"{path.name} is damaged or truncated")
     return data
 
 
-def _read_bounded(path: Path, max_bytes: int) -> bytes:
-    """Return the bytes of a regular file of at most `max_bytes`."""
-    if path.exists() and not path.is_file():  # Reading a named pipe would block forever.
-        raise ValueError(f"{path.name} is not a file")
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size > max_bytes:
-            raise ValueError(f"{path.name} is damaged: it is longer than {max_bytes:,} bytes")
-        return file.read()
+def _read(path: Path, max_bytes: int) -> bytes:
+    try:
+        return read_bounded(path, max_bytes)
+    except ValueError as error:
+        raise ValueError(f"{path.name} is damaged: {error}") from None
 
 
 def _write_synced(path: Path, data: bytes) -> None:
@@ -326,7 +305,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 class RunStopped(Exception):
-    """The run received SIGTERM and has saved itself, or its time was over."""
+    """The run received SIGTERM and has saved itself."""
 
 
 class Checkpointer:

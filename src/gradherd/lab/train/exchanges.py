@@ -50,13 +50,10 @@ class VirtualExchange(ABC):
     """Densities of the exchanges."""
     mean: Tensor | None = None
     """(D,) the last average of gradients, before clipping; None if they are not averaged."""
+    payload: Tensor | None = None
+    """(R, D) what each worker has sent in the last step, if rows are made of that."""
     diverged: bool = False
     """Whether training must end: several exchanges in a row were called off."""
-
-    @property
-    def payload(self) -> Tensor | None:
-        """(R, D) what each worker has sent in the last step, if rows are made of that."""
-        return None
 
     @abstractmethod
     def step(self, grads: Tensor, lr: float, counters: EpochCounters) -> None:
@@ -167,15 +164,11 @@ class SharedModel(VirtualExchange):
         self._flat = torch.zeros(self._averager.layout.size, dtype=first.dtype, device=first.device)
         self._grads = grad_views(self._flat, self._averager.parameters)
 
-    @property
-    def payload(self) -> Tensor | None:
-        """(R, D) what each worker has sent in the last step, if rows are made of that."""
-        return self._averager.payload
-
     def step(self, grads: Tensor, lr: float, counters: EpochCounters) -> None:
         """Average the (R, D) gradients and take a step with the mean."""
         with self._timer.measure():
             self.mean = self._averager.average(grads, counters)
+            self.payload = self._averager.payload
         # A copy: clipping writes to the model's gradient, and `mean` must stay as it is.
         self._flat.copy_(self.mean)
         for parameter, grad in zip(self._averager.parameters, self._grads, strict=True):

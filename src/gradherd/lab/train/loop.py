@@ -187,25 +187,6 @@ def run_epochs(
     Raises:
         BadStart: A run starts with a loss that is not finite; raised on all ranks.
     """
-    try:
-        _train_epochs(trainer, configs, writers, progress, first, resumed, stop_at)
-    except RunStopped:
-        # Not evaluated: the time until SIGKILL is short, and the checkpoint is what counts.
-        return [
-            writer.end("diverged" if _diverged(writer.record) else "stopped") for writer in writers
-        ]
-    return [writer.end(_status(writer.record)) for writer in writers]
-
-
-def _train_epochs(
-    trainer: Trainer,
-    configs: Sequence[RunConfig],
-    writers: Sequence[RunWriter],
-    progress: Progress,
-    first: int,
-    resumed: bool,
-    stop_at: float | None,
-) -> None:
     if not resumed:
         start = trainer.evaluate()
         for config, writer, evaluation in zip(configs, writers, start, strict=True):
@@ -217,8 +198,14 @@ def _train_epochs(
                 )
         for writer, evaluation in zip(writers, start, strict=True):
             writer.start(evaluation.loss, evaluation.metric)
+    end = "done"
     for number in range(first, configs[0].epochs + 1):
-        counters = trainer.train_epoch(number, progress.step)
+        try:
+            counters = trainer.train_epoch(number, progress.step)
+        except RunStopped:
+            # Not evaluated: the time until SIGKILL is short, and the checkpoint is what counts.
+            end = "stopped"
+            break
         begin = time.perf_counter()
         evaluations = trainer.evaluate()
         # Stacked runs are evaluated one after the other; each gets its share.
@@ -233,12 +220,10 @@ def _train_epochs(
             break  # All runs have diverged.
         # The time of day, not a process's own clock: runs may be in several processes.
         if stop_at is not None and number < configs[0].epochs and time.time() >= stop_at:
-            raise RunStopped
+            end = "stopped"
+            break
+    return [writer.end("diverged" if _diverged(writer.record) else end) for writer in writers]
 
 
 def _diverged(record: RunRecord) -> bool:
     return bool(record.epochs) and record.epochs[-1].train_loss is None
-
-
-def _status(record: RunRecord) -> str:
-    return "diverged" if _diverged(record) else "done"

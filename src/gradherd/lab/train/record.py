@@ -25,8 +25,7 @@ _MAX_DEPTH = 16
 _POINT = {"step", "mean", "min", "max"}
 """What an entry of `density_by_step` has."""
 _NON_FINITE_FIELDS = ("train_loss", "metric")
-_WORDS = {str: "text", bool: "true or false", int: "an integer", float: "a number"}
-_WORDS |= {dict: "a mapping", list: "a list of numbers"}
+_WORDS = {str: "a string", bool: "true or false", int: "an integer", float: "a number"}
 
 
 def find_problem(record: "RunRecord") -> str | None:
@@ -40,8 +39,8 @@ def find_problem(record: "RunRecord") -> str | None:
                 has_all = isinstance(point, dict) and _POINT <= point.keys()
                 if not has_all or not all(map(is_number, point.values())):
                     return f"density_by_step holds {short_repr(point)}"
-        elif name != "epochs" and not _fits(value, hint):
-            return f"{name} is {short_repr(value)}, not {_words(hint)}"
+        elif name != "epochs" and not has_type(value, hint):
+            return f"{name} is {short_repr(value)}, not {type_words(hint)}"
         elif isinstance(value, dict) and (problem := _nested_problem(value)) is not None:
             return f"{name} holds {problem}"
     for position, row in enumerate(record.epochs, 1):
@@ -52,35 +51,55 @@ def find_problem(record: "RunRecord") -> str | None:
             if name in _NON_FINITE_FIELDS and isinstance(value, float) and not math.isfinite(value):
                 continue  # The run has diverged: a result, not damage.
             # Counts may have been averaged.
-            if not _fits(value, float if hint is int else hint):
-                return f"epoch {position}: {name} is {short_repr(value)}, not {_words(hint)}"
+            if not has_type(value, float if hint is int else hint):
+                return f"epoch {position}: {name} is {short_repr(value)}, not {type_words(hint)}"
     return None
 
 
 _types = cache(get_type_hints)  # of each class, once for all records
 
 
-@cache
-def _kinds(hint: Any) -> tuple[Any, bool]:
-    """Return the class of a field's values, and whether there may be none."""
-    options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    return get_origin(options[0]) or options[0], NoneType in options
+def has_type(value: Any, expected: Any) -> bool:
+    """Return whether a value of a file has a type, and one can compute with it.
 
+    Lists stand for tuples, and integers for floats; numbers are finite.
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value has the type of its field, and reports can compute with it."""
-    kind, optional = _kinds(hint)
-    if value is None:
-        return optional
-    if kind is float:
+    >>> has_type(1, float), has_type(True, float), has_type(1.0, int), has_type(None, int | None)
+    (True, False, False, True)
+    >>> has_type([1, 2], tuple[float, float] | None), has_type([1], tuple[float, float])
+    (True, False)
+    >>> has_type(["a"], tuple[str, ...]), has_type("a", tuple[str, ...]), has_type([1], list[float])
+    (True, False, True)
+    """
+    if isinstance(expected, UnionType):
+        return any(has_type(value, one) for one in get_args(expected))
+    kind, items = get_origin(expected), get_args(expected)
+    if kind in (tuple, list):
+        # tuple[float, float] has a length; tuple[float, ...] and list[float] have any.
+        length = len(items) if kind is tuple and items[-1] is not ... else None
+        return (
+            isinstance(value, list)
+            and length in (None, len(value))
+            and all(has_type(one, items[0]) for one in value)
+        )
+    if kind is not None:
+        return isinstance(value, dict)
+    if expected is float:
         return is_number(value)
-    if kind is int:  # Bounded: JSON has integers of any length, tables and charts do not.
+    if expected is int:  # Bounded: JSON has integers of any length, tables and charts do not.
         return type(value) is int and abs(value) < 2**63
-    return type(value) is kind and (kind is not list or all(map(is_number, value)))
+    return type(value) is (NoneType if expected is None else expected)
 
 
-def _words(hint: Any) -> str:
-    return _WORDS[_kinds(hint)[0]]
+def type_words(expected: Any) -> str:
+    """Return what a value of a type is called in errors."""
+    if isinstance(expected, UnionType):
+        return " or ".join(type_words(one) for one in get_args(expected) if one is not NoneType)
+    kind, items = get_origin(expected), get_args(expected)
+    if kind in (tuple, list):
+        count = f"length {len(items)}" if kind is tuple and items[-1] is not ... else "any length"
+        return f"a list of {count}, each {_WORDS[items[0]]}"
+    return _WORDS.get(expected, "a table")
 
 
 def _nested_problem(value: dict[str, Any]) -> str | None:
@@ -265,7 +284,7 @@ def read_record(path: Path) -> RunRecord:
     """Read a record.json; raise a ValueError that names it if it is damaged."""
     name = printable(path)
     try:
-        content = json.loads(read_bounded_text(path))
+        content = json.loads(read_bounded(path).decode())
     # RecursionError: nested brackets can be deeper than the stack of the parser.
     except (ValueError, RecursionError, OSError) as error:
         # An OSError repeats the path, which the message has already.
@@ -281,16 +300,41 @@ def read_record(path: Path) -> RunRecord:
         raise ValueError(f"{name}: {error}; remove its folder, or train again") from None
 
 
-def read_bounded_text(path: Path) -> str:
-    """Return the text of a regular file of bounded size; else raise ValueError or OSError."""
+def read_bounded(path: Path, max_bytes: int = _MAX_BYTES) -> bytes:
+    """Return a regular file of at most so many bytes; else raise ValueError or OSError."""
     if path.exists() and not path.is_file():  # Reading a named pipe would block forever.
         raise ValueError("it is not a file")
     with path.open("rb") as file:
         # One byte more than allowed tells a large file from one that just fits.
-        content = file.read(_MAX_BYTES + 1)
-    if len(content) > _MAX_BYTES:
-        raise ValueError(f"it is longer than {_MAX_BYTES:,} bytes")
-    return content.decode("utf-8")
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"it is longer than {max_bytes:,} bytes")
+    return content
+
+
+def lock_folder(folder: Path, *, wait: bool) -> int | None:
+    """Lock a folder until the descriptor that this returns is closed, or the process ends.
+
+    The folder itself is locked, not a file in it: nothing is left behind by a process that is
+    killed, and a full disk has room for it. None where there are no locks: better to go on than to
+    refuse.
+
+    Raises:
+        BlockingIOError: Another process has it, and this one is not to wait.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return descriptor
+    except OSError as error:
+        os.close(descriptor)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None  # Some network file systems lock no folders.
 
 
 def write_atomic(path: Path, text: str) -> None:

@@ -157,15 +157,19 @@ def run_all(
         return [records[at] for at in range(len(configs))]
     for indices, stacked in groups:
         group = [configs[at] for at in indices]
-        folders = [_run_folder(out, config, saving is not None, world) for config in group]
-        # The trainer gets no name here: it would stay alive while the next one is built.
+        # A single saved run is written into --out itself, where --resume looks for it.
+        folders = [
+            None if out is None or world.rank else out if saving else out / config.folder()
+            for config in group
+        ]
         group_records = _run_group(
-            _make_trainer(group, task, split, world, stacked=stacked),
-            group=group,
-            task=task,
-            split=split,
-            folders=folders,
-            progress=progress,
+            group,
+            task,
+            split,
+            world,
+            folders,
+            progress,
+            stacked=stacked,
             tensorboard=tensorboard,
             stop_at=stop_at,
         )
@@ -231,19 +235,12 @@ class _SentProgress(Progress):
     """Sends each call to the process that shows it."""
 
     def __init__(self, messages: Any) -> None:
-        self._messages = messages
+        for name in ("group", "step", "epoch"):
+            setattr(self, name, partial(self._send, messages, name))
 
-    def group(self, configs: Sequence[RunConfig]) -> None:
-        """Send which runs begin."""
-        self._messages.put(("group", (configs,)))
-
-    def step(self, steps: int = 1) -> None:
-        """Send how many steps are done."""
-        self._messages.put(("step", (steps,)))
-
-    def epoch(self, number: int, losses: list[float | None]) -> None:
-        """Send the losses of an epoch."""
-        self._messages.put(("epoch", (number, losses)))
+    @staticmethod
+    def _send(messages: Any, name: str, *values: Any) -> None:
+        messages.put((name, values))
 
 
 Train = Callable[[list[RunConfig], Progress], list[RunRecord]]
@@ -294,17 +291,25 @@ def _train_part(train: Train, part: list[RunConfig]) -> list[RunRecord]:
 
 
 def _run_group(
-    trainer: Trainer,
-    *,
     group: Sequence[RunConfig],
     task: Task,
     split: Split,
+    world: World,
     folders: Sequence[Path | None],
     progress: Progress,
+    *,
+    stacked: bool,
     tensorboard: bool,
     stop_at: float | None,
 ) -> list[RunRecord]:
-    """Train a group of runs to the end, and close its trainer."""
+    """Train a group of runs to the end; their trainer is gone before the next one is built."""
+    trainer: Trainer
+    if stacked:
+        trainer = StackedTrainer(group, task, split)
+    elif group[0].virtual:
+        trainer = VirtualTrainer(group[0], task, split)
+    else:
+        trainer = RankTrainer(group[0], task, split, world)
     size = parameter_count(trainer.model)
     writers = [
         RunWriter(new_record(config, task, split, size), folder, tensorboard=tensorboard)
@@ -315,16 +320,6 @@ def _run_group(
         return run_epochs(trainer, group, writers, progress, stop_at=stop_at)
     finally:
         trainer.close()
-
-
-def _make_trainer(
-    group: Sequence[RunConfig], task: Task, split: Split, world: World, *, stacked: bool
-) -> Trainer:
-    if stacked:
-        return StackedTrainer(group, task, split)
-    if group[0].virtual:
-        return VirtualTrainer(group[0], task, split)
-    return RankTrainer(group[0], task, split, world)
 
 
 def _group_runs(
@@ -349,13 +344,6 @@ def _group_runs(
     return groups
 
 
-def _run_folder(out: Path | None, config: RunConfig, flat: bool, world: World) -> Path | None:
-    if out is None or world.rank:
-        return None
-    # A single saved run is written into --out itself, where --resume looks for it.
-    return out if flat else out / config.folder()
-
-
 def run_with_checkpoints(
     config: RunConfig,
     task: Task,
@@ -374,7 +362,7 @@ def run_with_checkpoints(
     """
     trainer = RankTrainer(config, task, split, world)
     identity = run_identity(config, split, trainer.model)
-    store = CheckpointStore(out / CHECKPOINT_FOLDER, world, identity, device=config.device)
+    store = CheckpointStore(out / CHECKPOINT_FOLDER, world, identity)
     checkpoint = store.load() if saving.resume else None
     record = new_record(config, task, split, parameter_count(trainer.model))
     if checkpoint is not None:

@@ -1,6 +1,10 @@
-"""The LSTM of `wikitext2-lstm`, its state carried from batch to batch."""
+"""A two-layer LSTM on WikiText-2: its state starts at zero, or is carried from batch to batch.
+
+Shapes: B sequences, T words of each, V words in the vocabulary.
+"""
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
@@ -8,11 +12,103 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradherd.lab.tasks.data_files import find_dataset
+from gradherd.lab.tasks.language import build_vocabulary, token_ids
 from gradherd.lab.tasks.metrics import eval_mode
-from gradherd.lab.tasks.task import Split, Tensors, UnsuitableSettings
-from gradherd.lab.tasks.wikitext2 import WIDTH, WikiText2LSTM, WordLSTM
+from gradherd.lab.tasks.task import (
+    Defaults,
+    Split,
+    Task,
+    Tensors,
+    UnsuitableSettings,
+    check_limit,
+)
+from gradherd.lab.tasks.wikitext2 import lines, overlapping_sequences, perplexity
 
+WORDS, LENGTH, WIDTH = 33_278, 35, 32
+UNKNOWN, END = "<unk>", "<eos>"
 COLUMNS = 16
+
+
+class WordLSTM(nn.Module):
+    """Embedding, two LSTM layers, and the transposed embedding as output layer."""
+
+    def __init__(self, words: int = WORDS, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.lstm = nn.LSTM(width, width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embedding.weight
+        nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Return logits (B, T, V) of the word after each of (B, T); the state starts at zero."""
+        states, _ = self.lstm(self.embedding(words))
+        logits: Tensor = self.head(states)
+        return logits
+
+
+@dataclass(frozen=True)
+class WikiText2LSTM(Task):
+    """A two-layer LSTM of width 32 with tied weights, no dropout: 1,081,792 parameters.
+
+    An example is a sequence of 35 words and the word after each. The hidden state starts at zero
+    for each example, unlike in the CD-GraB paper, whose code carries it over, as
+    `WikiText2CarriedLSTM` does.
+    """
+
+    name: ClassVar = "wikitext2-lstm"
+    description: ClassVar = "a two-layer LSTM on WikiText-2 words, 1,081,792 parameters"
+    data: ClassVar = ("wikitext-2",)
+    metric_name: ClassVar = "test perplexity"
+    higher_is_better: ClassVar = False
+    evaluation_chunk: ClassVar = 256
+    defaults: ClassVar = Defaults(
+        workers=4,
+        batch_size=4,
+        unit=4,
+        lr=5.0,
+        momentum=0.9,
+        clip=0.25,
+        lr_drop=0.1,
+        lr_drop_every=10,
+        epochs=50,
+        seeds=5,
+        source="CD-GraB paper (arXiv:2302.00845), its WikiText-2 experiment: 4 workers with 4 "
+        "sequences each ordered as one, lr 5 times 0.1 every 10 epochs, momentum 0.9, averaged "
+        "gradient clipped at 0.25.",
+    )
+
+    def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
+        """Load (n, 36) word ids; the vocabulary is that of the training part."""
+        check_limit(limit)
+        local = find_dataset("wikitext-2", data_dir)
+        train, test = (_words(local.text(f"{part}.txt")) for part in ("train", "test"))
+        vocabulary = build_vocabulary(train, WORDS, (UNKNOWN, END))
+        parts = []
+        for words in (train, test):
+            # Enough words for `limit` sequences; the vocabulary is still that of the whole text.
+            used = words if limit is None else words[: limit * LENGTH + 1]
+            ids = token_ids(used, vocabulary, vocabulary[UNKNOWN])
+            parts.append((overlapping_sequences(ids, LENGTH),))
+        return Split(*parts).first(limit)
+
+    def model(self) -> nn.Module:
+        """Return the network."""
+        return WordLSTM()
+
+    def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
+        """Return the mean cross-entropy of the next word."""
+        (words,) = tensors
+        return F.cross_entropy(model(words[:, :-1]).flatten(0, 1), words[:, 1:].flatten())
+
+    def metric(self, model: nn.Module, *tensors: Tensor) -> float:
+        """Return the exponential of the mean cross-entropy of the next word."""
+        return perplexity(model, *tensors, chunk=32)
+
+
+def _words(text: str) -> list[str]:
+    return list(chain.from_iterable([*line.split(), END] for line in lines(text)))
 
 
 class CarriedLSTM(WordLSTM):

@@ -1,4 +1,4 @@
-"""`m4-mlp`: a small network that forecasts weekly series one step at a time.
+"""A small network that forecasts weekly series one step at a time.
 
 Shapes: n windows, s series; 20 values in, 6 (training) or 13 (test) values ahead.
 """
