@@ -106,3 +106,22 @@ def attach_again(name):
     except ValueError as error:
         taken = str(error)
     return between, gradients, again.metrics(), first.metrics(), taken
+
+
+def group_outlives_its_model(file):
+    """Is the group alive after its model, and is it freed once another model is attached?"""
+    alive = []
+    for turn in range(2):
+        if turn:
+            store = dist.FileStore(file, 1)
+            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        group = weakref.ref(dist.group.WORLD)
+        ddp = DDP(network())
+        gh.attach(ddp, sparsify=SPARSE)
+        if turn == 0:
+            first = group
+            dist.destroy_process_group()
+        del ddp
+        gc.collect()
+        alive += [first() is not None, group() is not None]
+    return alive

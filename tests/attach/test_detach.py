@@ -35,3 +35,10 @@ def test_a_model_can_be_attached_again(name):
             k: v for k, v in first.items() if k not in seconds
         }
         assert "model is attached already" in taken
+
+
+def test_a_group_outlives_its_model_until_another_is_attached(tmp_path):
+    """Freed by DDP's C++ part, gloo's threads and the process would wait for each other."""
+    assert run_ranks(work.group_outlives_its_model, 1, str(tmp_path / "store")) == [
+        [True, True, False, True]
+    ]

@@ -138,6 +138,21 @@ class World:
             dist.destroy_process_group(self.group)
 
 
+def keep_group(group: dist.ProcessGroup) -> None:
+    """Keep the group of a DDP model, until it is destroyed and another one is kept.
+
+    A model that outlives `destroy_process_group` has the last reference to its group. The C++ part
+    of DDP drops it without releasing the GIL, and gloo's threads, which the group joins, need the
+    GIL to free tensors that Python has seen: the process hangs. Dropped from Python, a group
+    releases the GIL first.
+    """
+    _kept[:] = [each for each in _kept if each in c10d._world.pg_map and each is not group]
+    _kept.append(group)
+
+
+_kept: list[dist.ProcessGroup] = []
+
+
 def _new_gloo_subgroup(world: World, ranks: list[int], timeout: timedelta) -> dist.ProcessGroup:
     """Return a new gloo group of the same ranks, which only those ranks have to make.
 

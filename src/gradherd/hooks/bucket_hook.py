@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.comm.collectives import CollectiveError, all_reduce_start
 from gradherd.comm.stopwatch import Stopwatch
-from gradherd.comm.world import World
+from gradherd.comm.world import World, keep_group
 from gradherd.hooks.torch_names import comm_hook_states
 
 _FIRST_LOOKS = 4
@@ -99,6 +99,7 @@ class BucketHook(ABC):
         if slot is None:
             # Once per DDP model: register_comm_hook raises the second time.
             slot = HookSlot(world)
+            keep_group(ddp.process_group)
             ddp.register_comm_hook(slot, run_bucket_hook)
         slot.hook, self._slot = self, slot
 
