@@ -11,7 +11,6 @@ from gradherd.lab.report.measures import (
     MEASURES,
     in_percent,
     measure,
-    measure_words,
     relative_change,
 )
 from gradherd.lab.report.stats import mean_std
@@ -28,9 +27,8 @@ from gradherd.lab.study.kinds import kind_of
 from gradherd.lab.study.results import RunResult
 from gradherd.lab.text import check_known, printable, significant
 from gradherd.lab.train.record import has_type
-from gradherd.ordering.registry import POLICIES
-from gradherd.sparsify.registry import SPARSIFIERS
 from studies.evidence.chart_file import chart_file, svg_head
+from studies.evidence.words import measure_words
 
 Results = Mapping[str, Sequence[RunResult]]
 """Results by arm."""
@@ -156,7 +154,7 @@ def _draw(figure: Figure, results: Results, reference: Sequence[RunResult]) -> s
         return None
     # After the lines are known: what they share depends on which arms have results.
     names = short_names([line.name for line in lines])
-    styles = line_styles(names, (tuple(POLICIES), tuple(SPARSIFIERS)))
+    styles = line_styles(names)
     x_words = {"bytes": "MB sent per worker"}.get(figure.x, figure.x.replace("_", " "))
     return chart_file(
         figure.title,

@@ -5,17 +5,65 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from gradherd.lab.report.claims import ClaimVerdict, against_zero, mean_text
-from gradherd.lab.report.measures import Measurement, measure
+from gradherd.lab.report.measures import EPOCH_FIELDS, Measurement, measure
 from gradherd.lab.study.file import Claim
 from gradherd.lab.study.results import RunResult
 from gradherd.lab.text import counted, fixed, in_bytes, p_value, percent, significant
+
+_WORDS = {
+    "bound": "herding bound after the last round",
+    "mean": "herding bound, mean over rounds",
+    "train_loss": "train loss",
+    "bytes": "sent per worker",
+    "ordering_bytes": "sent per worker for ordering",
+    "epochs_share": "epochs to reach the other arm's best loss (same seed), relative to its own",
+    "epochs_to_final": "epochs until the other arm's final loss (same seed) is first reached",
+    "density_error": "relative error of the density, mean over steps",
+    "density_off": "relative error of an epoch's density, maximum",
+    "build_up": "density / target density, last half of the steps",
+}
+_CASE_WORDS = {
+    "seconds": "seconds of {}",
+    "ratio": "time of {} / time of the plain case",
+    "bytes": "sent by {}",
+    "bytes_ratio": "bytes of {} / bytes of the plain case",
+    "peak_bytes": "peak memory of {}",
+    "steps_per_second": "steps per second of {}",
+}
+
+
+def measure_words(name: str, metric: str = "metric", when: str = "") -> str:
+    """Return a measure in words; `when` is appended where it is of one epoch.
+
+    >>> measure_words("late_metric", "test accuracy (%)")
+    'test accuracy (%), mean over the last half of the epochs'
+    >>> measure_words("train_loss", when="after epoch 5"), measure_words("train_loss")
+    ('train loss after epoch 5', 'train loss')
+    >>> measure_words("nine runs.ratio"), measure_words("padding")
+    ('time of nine runs / time of the plain case', 'padding')
+    """
+    case, _, kind = name.partition(".")
+    if kind:
+        return _CASE_WORDS.get(kind, f"{kind} of {{}}").format(case)
+    field = name.removeprefix("late_")
+    words = metric if field == "metric" else _WORDS.get(field, field.replace("_", " "))
+    if field not in EPOCH_FIELDS:
+        return words
+    if name != field:
+        return f"{words}, mean over the last half of the epochs"
+    return f"{words} {when}" if when else words
 
 
 def our_figures(verdict: ClaimVerdict, results: Mapping[str, Sequence[RunResult]]) -> str:
     """Return our figures on a claim in words, over the seeds that both arms have."""
     claim, one, corrected = verdict.claim, verdict.basis, verdict.corrected_p
     measured, seeds = one.measured, list(one.effects)
-    figures = f"{measured.words}: {mean_text(claim, measured.arm, seeds)}"
+    metric, when = "", ""
+    if "summary" not in (first := results[claim.arm][0]).figures:  # a training
+        metric = first.record().metric_name
+        when = "after the last epoch" if claim.epoch is None else f"after epoch {claim.epoch}"
+    figures = measure_words(claim.measure, metric, when)
+    figures += f": {mean_text(claim, measured.arm, seeds)}"
     if measured.against is not None and claim.measure != "epochs_share":
         figures += f" against {mean_text(claim, measured.against, seeds)}"
     parts = [figures, change_text(changes_of(measured, seeds), in_points=measured.in_percent)]

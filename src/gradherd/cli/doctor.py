@@ -3,6 +3,7 @@
 Checks import torch when they are run, so that --help does not wait for it.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -52,26 +53,22 @@ class Package(NamedTuple):
     least: str
     """Oldest version that works."""
     purpose: str
-    get: str
-    """How to install it."""
+    get: str = ""
+    """How to get it, if not by pip install."""
     essential: bool = False
 
 
 # A test compares these with the requirements in pyproject.toml.
 PACKAGES = (
-    Package("torch", "torch", "2.7", "everything", "pip install 'torch>=2.7'", essential=True),
-    Package("numpy", "numpy", "1.26", "everything", "pip install 'numpy>=1.26'", essential=True),
-    Package("scikit-learn", "sklearn", "1.5", "the data of digits, digits-mlp and the demo",
-            "pip install 'scikit-learn>=1.5'"),
-    Package("pillow", "PIL", "10", "CIFAR-10 in WebP sheets", "pip install 'pillow>=10'"),
-    Package("jinja2", "jinja2", "3.1", "pages of compare, demo and report",
-            "pip install 'jinja2>=3.1'"),
-    Package("scipy", "scipy", "1.13", "intervals and tests", "pip install 'scipy>=1.13'"),
-    Package("tensorboard", "tensorboard", "2", "train and compare with --tensorboard",
-            "pip install tensorboard"),
-    Package("triton", "triton", "3", "fused selection on a GPU",
-            "comes with the CUDA builds of torch"),
-)  # fmt: skip
+    Package("torch", "torch", "2.7", "everything", essential=True),
+    Package("numpy", "numpy", "1.26", "everything", essential=True),
+    Package("scikit-learn", "sklearn", "1.5", "the data of digits, digits-mlp and the demo"),
+    Package("pillow", "PIL", "10", "CIFAR-10 in WebP sheets"),
+    Package("jinja2", "jinja2", "3.1", "pages of compare, demo and report"),
+    Package("scipy", "scipy", "1.13", "intervals and tests"),
+    Package("tensorboard", "tensorboard", "2.16", "train and compare with --tensorboard"),
+    Package("triton", "triton", "3", "fused GPU selection", "comes with the CUDA builds of torch"),
+)
 """Packages that gradherd uses, required ones first."""
 
 
@@ -123,25 +120,24 @@ class DoctorCommand:
 def check_package(package: Package) -> Check:
     """Import a package and check its version."""
     name, module, least, purpose, get, essential = package
+    get = get or f"pip install '{name}>={least}'"
     # Looked up before it is imported: a package that is missing and one that is broken need
     # different advice.
     if importlib.util.find_spec(module) is None:
-        status: Literal["problem", "missing"] = "problem" if essential else "missing"
-        return Check(name, status, "not installed", f"for {purpose}; {get}", essential)
+        check = _part(name, None, "not installed", purpose, get)
+        return check._replace(status="problem", essential=True) if essential else check
+    fix = ""
     try:
         # Actually imported: a wheel for another CPU or another numpy installs but does not load.
         imported = importlib.import_module(module)
-    except Exception as error:  # a broken package may raise anything
-        found, hint = f"cannot be imported: {_one_line(error)}", f"reinstall it: {get}"
-        return Check(name, "problem", found, f"for {purpose}; {hint}", essential)
-    try:
-        found = version(name)
-    except PackageNotFoundError:  # not installed by pip
         found = str(getattr(imported, "__version__", "unknown"))
-    if _version_numbers(found) < _version_numbers(least):
-        hint = f"for {purpose}; needs {least}: {get}"
-        return Check(name, "problem", found, hint, essential)
-    return Check(name, "ok", found, f"for {purpose}", essential)
+        with contextlib.suppress(PackageNotFoundError):  # not installed by pip
+            found = version(name)
+        if _version_numbers(found) < _version_numbers(least):
+            fix = f"; needs {least}: {get}"
+    except Exception as error:  # a broken package may raise anything
+        found, fix = f"cannot be imported: {_one_line(error)}", f"; reinstall it: {get}"
+    return Check(name, "problem" if fix else "ok", found, f"for {purpose}{fix}", essential)
 
 
 def _version_numbers(text: str) -> tuple[int, ...]:
@@ -200,37 +196,28 @@ def gpu() -> Check:
     """Check that every GPU computes."""
     import torch
 
-    found, purpose = None, "--device cuda"
-    lacks, instead = "torch is built without CUDA", "needs a CUDA build of torch: see pytorch.org"
-    if torch.version.cuda is not None or torch.version.hip is not None:
-        lacks = "none that torch can see"
-        instead = "run nvidia-smi to see whether there is a GPU with a driver"
-    if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        found = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
-        try:
-            for index in range(count):
-                # A kernel and a copy back: a GPU that torch lists may still lack kernels for its
-                # architecture.
-                torch.ones(8, device=f"cuda:{index}").sum().item()
-        except RuntimeError as error:
-            hint = "run nvidia-smi: is the driver too old, or is another process using it?"
-            found = f"{found}: {_one_line(error)}"
-            return Check("gpu", "problem", found, f"for {purpose}; {hint}")
-    return _part("gpu", found, lacks, purpose, instead)
+    if not torch.cuda.is_available():
+        fix = "needs a GPU that nvidia-smi lists, and a CUDA build of torch: see pytorch.org"
+        return _part("gpu", None, "none that torch can see", "--device cuda", fix)
+    count = torch.cuda.device_count()
+    found = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
+    try:
+        for index in range(count):
+            # A kernel and a copy back: a GPU that is listed may lack kernels for its architecture.
+            torch.ones(8, device=f"cuda:{index}").sum().item()
+    except RuntimeError as error:
+        hint = "run nvidia-smi: is the driver too old, or is another process using it?"
+        return Check("gpu", "problem", f"{found}: {_one_line(error)}", f"for --device cuda; {hint}")
+    return _part("gpu", found, "", "--device cuda", "")
 
 
 def machine() -> list[Check]:
     """Check cores, memory and disks."""
     from gradherd.lab.train.measurements import hardware
 
-    known, free = hardware(), None
-    if Path("/proc/meminfo").exists():
-        free = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.M)
+    known, temporary = hardware(), "disk, temporary folder"
     memory = "unknown" if known["memory_bytes"] is None else _gib(known["memory_bytes"])
-    memory += f", {_gib(1024 * int(free[1]))} available" if free else ""
     cores = f"{known['cores']} ({known['cpu']})"
-    temporary = "disk, temporary folder"
     return [
         Check("cores", "ok", cores, "more workers than cores take turns"),
         Check("memory", "ok", memory),
@@ -266,10 +253,9 @@ def local_workers(deadline: float = _DEADLINE) -> Check:
     # Everything that starting can raise: no fork server, no folder for the rendezvous, no socket.
     except (RankError, TimeoutError, OSError, RuntimeError) as error:
         found = error.reason if isinstance(error, RankError) else _one_line(error)
-        interface = os.environ.get("GLOO_SOCKET_IFNAME")
         # `run_ranks` uses lo unless the variable names another.
-        tried = f"GLOO_SOCKET_IFNAME is {interface}" if interface else "They use interface lo"
-        hint = f"{fix}. {tried}: a firewall may block it, or a container may lack it"
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        hint = f"{fix}. They use {interface}: a firewall may block it, a container may lack it"
         return Check(name, "problem", found, hint, essential=True)
     if sums != [3.0, 3.0]:
         return Check(name, "problem", f"1 + 2 gave {sums}", fix, essential=True)

@@ -73,8 +73,7 @@ def test_seeds_are_pairs():
     found = judge(claim(), results)
     assert found.verdict == "confirmed" and "1.0 % less" in told(claim(), results)
     assert found.ours == (
-        "train loss after the last epoch: 2.00 ± 1.00 against 2.02 ± 1.01; corrected p < 0.001; "
-        "3 seeds"
+        "train_loss: 2.00 ± 1.00 against 2.02 ± 1.01; corrected p < 0.001; 3 seeds"
     )
     assert judge(claim(), arms([1.0, 2.0], [1.01])).verdict == "not enough seeds"
     # Figures and shares are of the same seeds.
@@ -204,7 +203,7 @@ def test_epochs_to_the_final_loss_of_the_same_seed():
     given = {"measure": "epochs_to_final", "test": "at-most"}
     one = judge(claim(**given, value=4), found)
     assert one.verdict == "confirmed"
-    assert "first reached: 2.33 \N{PLUS-MINUS SIGN} 0.58 against" in one.ours
+    assert "epochs_to_final: 2.33 \N{PLUS-MINUS SIGN} 0.58 against" in one.ours
     assert judge(claim(**given, value=2), found).verdict == "not confirmed"
 
 

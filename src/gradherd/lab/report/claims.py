@@ -8,7 +8,7 @@ Every claim becomes an *effect* per seed, a share that is positive if the claim 
 
 For percentages, such as accuracies, the difference in points counts instead of the share.
 
-The effects of all claims of a study are one family of tests; `rule` says which of them are shown.
+The effects of all claims of a study are one family of tests; `stats` says which of them are shown.
 What is counted, such as bytes, needs no test if it is the same in every seed. Then a claim is
 
 - **confirmed** if its effect is shown, and is at least half of the paper's, if the paper has one;
@@ -22,8 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradherd.lab.report.measures import ALWAYS, BySeed, Measurement, measure, relative_change
-from gradherd.lab.report.rule import MIN_SEEDS, Family
-from gradherd.lab.report.stats import PairedDifference, mean_std, paired_difference
+from gradherd.lab.report.stats import (
+    MIN_SEEDS,
+    Family,
+    PairedDifference,
+    mean_std,
+    paired_difference,
+)
 from gradherd.lab.study.file import PAIRED, Arm, Claim, Study
 from gradherd.lab.study.results import RunResult, read_arms, same_settings
 from gradherd.lab.text import counted, in_bytes, mean_and_std, p_value
@@ -138,7 +143,7 @@ def _judge(one: MeasuredClaim, family: Family) -> ClaimVerdict:
     test, seeds = one.test, list(one.effects)
     corrected = None if test is None else family.corrected_p(test)
     both = [values for values in (one.measured.arm, one.measured.against) if values is not None]
-    ours = f"{one.measured.words}: {' against '.join(mean_text(one.claim, v, seeds) for v in both)}"
+    ours = f"{one.claim.measure}: {' against '.join(mean_text(one.claim, v, seeds) for v in both)}"
     if corrected is not None:
         ours += f"; corrected {p_value(corrected)}"
     ours += f"; {counted(len(seeds), 'seed')}"

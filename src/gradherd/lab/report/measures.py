@@ -25,26 +25,6 @@ MEASURES = (*EPOCH_FIELDS, *(f"late_{one}" for one in EPOCH_FIELDS), *_SUMS, "de
 ALWAYS = ("train_loss", "late_train_loss", "metric", "late_metric", *PAIRED)
 """Measures that every run has unless it diverged or missed the goal: missing ones count against
 a claim."""
-_WORDS = {
-    "bound": "herding bound after the last round",
-    "mean": "herding bound, mean over rounds",
-    "train_loss": "train loss",
-    "bytes": "sent per worker",
-    "ordering_bytes": "sent per worker for ordering",
-    "epochs_share": "epochs to reach the other arm's best loss (same seed), relative to its own",
-    "epochs_to_final": "epochs until the other arm's final loss (same seed) is first reached",
-    "density_error": "relative error of the density, mean over steps",
-    "density_off": "relative error of an epoch's density, maximum",
-    "build_up": "density / target density, last half of the steps",
-}
-_CASE_WORDS = {
-    "seconds": "seconds of {}",
-    "ratio": "time of {} / time of the plain case",
-    "bytes": "sent by {}",
-    "bytes_ratio": "bytes of {} / bytes of the plain case",
-    "peak_bytes": "peak memory of {}",
-    "steps_per_second": "steps per second of {}",
-}
 _HIGHER_IS_BETTER = ("steps_per_second",)
 """Entries of summaries of which more is better; of all others, less is."""
 
@@ -56,8 +36,6 @@ class Measurement:
     arm: BySeed
     against: BySeed | None
     higher_is_better: bool
-    words: str
-    """What is measured, in words."""
     in_percent: bool = False
     """Whether the values are percentages, whose differences are points."""
 
@@ -102,24 +80,21 @@ def measure(
     if "summary" in arm[0].figures:
         own, other = _from_summary(name, arm), against and _from_summary(name, against)
         higher = name.rpartition(".")[2] in _HIGHER_IS_BETTER
-        return Measurement(own, other or None, higher, measure_words(name))
+        return Measurement(own, other or None, higher)
     runs, others = [one.record() for one in arm], [one.record() for one in against or ()]
-    when = "after the last epoch" if epoch is None else f"after epoch {epoch}"
-    words = measure_words(name, runs[0].metric_name, when)
     if name in PAIRED:
         if not others:
             raise ValueError(f"{name} needs an arm to compare with")
         if name == "epochs_to_final":
             reached = epochs_to_final(runs, others)
-            return Measurement(reached, epochs_to_final(others, others), False, words)
+            return Measurement(reached, epochs_to_final(others, others), False)
         # The share already divides by the partner's own epochs, so the reference is always 1.
         shares = epochs_share(runs, others)
-        return Measurement(shares, dict.fromkeys(shares, 1.0), False, words)
+        return Measurement(shares, dict.fromkeys(shares, 1.0), False)
     return Measurement(
         measure_runs(name, epoch, runs),
         measure_runs(name, epoch, others) if others else None,
         name in ("metric", "late_metric") and runs[0].higher_is_better,
-        words,
         in_percent(name, runs[0].metric_name),
     )
 
@@ -225,25 +200,3 @@ def _from_summary(name: str, results: Sequence[RunResult]) -> dict[int, float | 
         # A figure that is not finite counts as none: no mean may hide it.
         values[one.seed] = finite(summary[name])
     return values
-
-
-def measure_words(name: str, metric: str = "metric", when: str = "") -> str:
-    """Return a measure in words; `when` is appended where it is of one epoch.
-
-    >>> measure_words("late_metric", "test accuracy (%)")
-    'test accuracy (%), mean over the last half of the epochs'
-    >>> measure_words("train_loss", when="after epoch 5"), measure_words("train_loss")
-    ('train loss after epoch 5', 'train loss')
-    >>> measure_words("nine runs.ratio"), measure_words("padding")
-    ('time of nine runs / time of the plain case', 'padding')
-    """
-    case, _, kind = name.partition(".")
-    if kind:
-        return _CASE_WORDS.get(kind, f"{kind} of {{}}").format(case)
-    field = name.removeprefix("late_")
-    words = metric if field == "metric" else _WORDS.get(field, field.replace("_", " "))
-    if field not in EPOCH_FIELDS:
-        return words
-    if name != field:
-        return f"{words}, mean over the last half of the epochs"
-    return f"{words} {when}" if when else words

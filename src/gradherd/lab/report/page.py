@@ -64,7 +64,6 @@ def render(
     )
     text = _environment().get_template("page.html.j2").render(
         title=printable(title) if title is not None else title_of(comparisons),
-        environment=provenance.environment_line(records),
         sections=[_section(f"c{i}", one, names) for i, one in enumerate(comparisons)],
         axes=list(X_AXES), tones=_TONES, colours=COLOURS, ink=INK, paper=PAPER,
         most_arms=max(len(comparison.arms) for comparison in comparisons),

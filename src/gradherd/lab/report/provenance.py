@@ -7,7 +7,6 @@ from typing import Any
 from gradherd.lab.report.arms import ArmSummary, diverged
 from gradherd.lab.report.stats import finite
 from gradherd.lab.text import counted, in_bytes, listed, printable, significant
-from gradherd.lab.train.record import RunRecord
 
 COMPARED = ("order", "sparsify", "density", "local_steps", "seed")
 """Settings that are meant to differ between runs."""
@@ -171,25 +170,6 @@ def _with_unit(hardware: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(memory, int | float):
         return dict(hardware)
     return {**hardware, "memory_bytes": in_bytes(memory)}
-
-
-def environment_line(records: Sequence[RunRecord]) -> str:
-    """Return hardware and versions on one line; all variants if they differ."""
-    return " / ".join(dict.fromkeys(_environment_of(record) for record in records))
-
-
-def _environment_of(record: RunRecord) -> str:
-    hardware, versions = record.hardware, record.versions
-    cores = hardware.get("cores")
-    parts = [
-        printable(hardware["accelerator"], 80) if hardware.get("accelerator") else "",
-        printable(hardware.get("cpu") or "", 80),
-        f"{cores} cores" if cores else "",
-        in_bytes(memory) if isinstance(memory := hardware.get("memory_bytes"), int | float) else "",
-        printable(hardware.get("system") or "", 80),
-        *(f"{printable(name, 40)} {printable(value, 40)}" for name, value in versions.items()),
-    ]
-    return " · ".join(part for part in parts if part)
 
 
 def run_rows(arms: Sequence[ArmSummary], files: Mapping[int, str]) -> tuple[list[str], Rows]:

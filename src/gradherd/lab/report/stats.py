@@ -1,4 +1,4 @@
-"""Means, standard deviations and paired differences over seeds, as pure functions.
+"""Means, standard deviations and paired differences over seeds, and which of them are shown.
 
 Differences are paired: runs of two arms with the same seed start from the same weights, so what
 the seed decides is in both and cancels out. Unpaired tests would count it as noise.
@@ -6,18 +6,34 @@ the seed decides is in both and cancels out. Unpaired tests would count it as no
 scipy provides the t distribution. The rest is written out: runs that are not finite and differences
 without variance need rules of their own, and sums in a fixed order keep every report equal to the
 bit (scipy's tests go through numpy's pairwise sums, and its permutation test is slower by far).
+
+One rule says which differences are shown, on pages and in claims. All of these must hold:
+
+- it rests on at least three seeds, paired: with two, the interval rests on a single degree of
+  freedom;
+- its 95 % interval excludes zero;
+- its p value stays below 5 % after Holm's correction for all tests of its family: the losses and
+  metrics of all pairs of arms in a comparison, pairs with the control arm included; or all claims
+  of a study.
 """
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 # Not scipy.stats, which takes most of a second to import; its t distribution calls these.
 from scipy.special import stdtr, stdtrit  # type: ignore[import-untyped]
 
+MIN_SEEDS = 3
+"""Fewer seeds show no difference."""
+LEVEL = 0.05
+"""Corrected p values below this count."""
+Finding = Literal["higher", "lower", "open", "few"]
+"""What a difference shows: few is for want of seeds."""
 MAX_FLIPPED = 20
 """The exact sign-flip test enumerates 2**seeds patterns; it is skipped above this many seeds."""
 
@@ -169,3 +185,35 @@ def holm(p_values: Sequence[float]) -> list[float]:
         least = max(least, min(1.0, (len(p_values) - rank) * p_values[at]))
         corrected[at] = least
     return corrected
+
+
+class Family:
+    """Differences that are tested together, with p values corrected for their number."""
+
+    def __init__(self, differences: Iterable[PairedDifference | None]) -> None:
+        # Tests that are not decided, for want of seeds or of variance, cost the others nothing.
+        tested = [one for one in differences if one is not None and _is_tested(one)]
+        self.size = len(tested)
+        corrected = holm([one.p for one in tested if one.p is not None])
+        self._corrected = dict(zip(tested, corrected, strict=True))
+
+    def corrected_p(self, difference: PairedDifference) -> float | None:
+        """Return the corrected p value; None without one.
+
+        Raises:
+            KeyError: The difference is not of this family: its p value would not be corrected.
+        """
+        return self._corrected[difference] if _is_tested(difference) else None
+
+    def finds(self, difference: PairedDifference) -> Finding:
+        """Return what a difference of this family shows."""
+        if len(difference.seeds) < MIN_SEEDS:
+            return "few"
+        p = self.corrected_p(difference)
+        if p is None or p >= LEVEL or not difference.excludes_zero:
+            return "open"
+        return "higher" if difference.mean > 0 else "lower"
+
+
+def _is_tested(difference: PairedDifference) -> bool:
+    return difference.p is not None and len(difference.seeds) >= MIN_SEEDS

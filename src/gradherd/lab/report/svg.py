@@ -27,7 +27,8 @@ INK, PAPER = ("#4a515c", "#b9c1cc"), ("#ffffff", "#181c22")
 """Text and background of charts, light and dark."""
 METHODS = (
     ("d-rr", "cd-grab", "id-grab", "id-pair-grab", "shuffle-once", "always-plus", "grab",
-     "pair-grab", "flip-flop", "fixed", "block-reshuffling", "curriculum", "stair", "saw"),
+     "pair-grab", "flip-flop", "fixed", "block-reshuffling", "curriculum", "stair", "saw",
+     "cd-grab-live"),
     ("dense", "exdyna", "micro", "topk", "cltk", "deft", "threshold", "sidco", "gtopk", "randomk",
      "sage", "demo", "powersgd"),
 )  # fmt: skip
@@ -39,15 +40,12 @@ _STRIPS = 40
 FONT = 'font-family="system-ui, sans-serif" font-size="12"'
 
 
-def line_styles(names: Sequence[str], registered: Sequence[Sequence[str]] = ()) -> list[int]:
+def line_styles(names: Sequence[str]) -> list[int]:
     """Return a style per line: colour `style % 8`, dashes `style // 8`.
 
     A method has its own style everywhere. Further lines of it keep the colour and get other dashes,
     as long as there are dashes left; lines that name no method get styles that nobody uses.
-
-    Args:
-        names: Names of lines, such as "exdyna 0.01, online" for a line of exdyna.
-        registered: Orders and sparsifiers added since; their styles follow those of `METHODS`.
+    A line of exdyna may be called "exdyna 0.01, online".
 
     >>> line_styles(["d-rr", "always-plus"]), line_styles(["exdyna 0.01", "exdyna 0.01, online"])
     ([0, 5], [1, 9])
@@ -55,11 +53,7 @@ def line_styles(names: Sequence[str], registered: Sequence[Sequence[str]] = ()) 
     [1, 2, 3, 4, 5]
     """
     methods = [name.split(", ")[0].split(" ")[0] for name in names]
-    families = [
-        tuple(dict.fromkeys((*first, *more)))
-        for first, more in itertools.zip_longest(METHODS, registered, fillvalue=())
-    ]
-    known = next((one for one in families if any(m in one for m in methods)), ())
+    known = next((one for one in METHODS if any(m in one for m in methods)), ())
     own = {method: known.index(method) for method in methods if method in known}
     # The first colour is the baseline's: no other line gets it where methods are known.
     free = (n for n in itertools.count(1 if own else 0) if n not in own.values())

@@ -1,7 +1,7 @@
 """Sentences about each pair of arms, from its figures alone: loss and metric together.
 
-`rule` decides which differences are shown; words that claim one are used for these only. A headline
-says it in a few words, the text has the figures: the number of seeds is always among them.
+`stats` decides which differences are shown; words that claim one are used for these only. A
+headline says it in a few words, the text has the figures: the number of seeds is always among them.
 """
 
 from dataclasses import dataclass
@@ -9,8 +9,7 @@ from typing import Literal
 
 from gradherd.lab.report.arms import late_epochs, values_over
 from gradherd.lab.report.comparison import ArmPair, Comparison, Question, compare_pair
-from gradherd.lab.report.rule import LEVEL, MIN_SEEDS, Family
-from gradherd.lab.report.stats import PairedDifference
+from gradherd.lab.report.stats import LEVEL, MIN_SEEDS, Family, PairedDifference
 from gradherd.lab.text import counted, decimals, fixed, listed, p_value, significant
 
 CONTROL = "always-plus"
