@@ -168,8 +168,7 @@ def test_the_command_writes_the_pages_and_says_the_verdicts(root, capsys, monkey
     main()
     out, err = capsys.readouterr()
     assert (
-        err == "not measured yet: small: later\n"
-        and "not confirmed     one: train_loss: 1" in out
+        err == "not measured yet: small: later\n" and "not confirmed     one: train_loss: 1" in out
     )
     assert out.endswith("1 claims measured, 1 not yet: docs/evidence.md\n")
     (root / "studies" / "small.toml").write_text(STUDY.replace('y = "train_loss"', 'y = "odd"', 1))
