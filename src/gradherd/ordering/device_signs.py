@@ -8,7 +8,7 @@ Shapes: b rows of a worker in a call, M workers, D columns.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,12 +45,10 @@ class DeviceSigner:
         # Contiguous, which kernels rely on and a slice of gathered rows is not.
         self.running, self.total, self.mean = like.new_zeros(3, *like.shape)
         self._has_mean = False
-        self._by_row = self.mean.unsqueeze(1)
         self._most = _rows_at_a_time(like.numel())
         self._uses_graphs = like.is_cuda
         self._blocks: dict[int, _Block] = {}
-        self._stream: Any = None
-        self._stream_address = 0
+        self._stream: torch.cuda.Stream | None = None
 
     def fits(self, rows: Tensor) -> bool:
         """Say whether it can sign rows (b, M, D)."""
@@ -59,70 +57,51 @@ class DeviceSigner:
 
     def sign(self, rows: Tensor, sums: Sums) -> tuple[Tensor | None, Sums]:
         """Sign rows (b, M, D) and add them up; arguments and result as in `sign_on_device`."""
-        for own, value in ((self.running, sums.running), (self.total, sums.total)):
-            if value is not None and value is not own:
-                own.copy_(value)
-        if sums.mean is not None and sums.mean is not self.mean:
-            self.mean.copy_(sums.mean)
-        elif sums.mean is None and self._has_mean:
-            self.mean.zero_()
-        self._has_mean = sums.mean is not None
-        signs = self._sign(rows)
-        if signs is None:
-            return None, sums
-        total = None if sums.total is None else self.total
-        mean = None if sums.mean is None else self.mean
-        return signs, Sums(self.running, total, mean)
-
-    def _sign(self, rows: Tensor) -> Tensor | None:
-        if self.running.is_cuda:
-            self._follow_stream()
         parts = rows.split(self._most)
         # All blocks before the first part is signed: one that is refused later would leave sums in
         # which the rows before it count already.
-        blocks = []
-        for part in parts:
-            block = self._blocks.get(len(part)) or self._new_block(part)
-            if block is None:
-                return None
-            blocks.append(block)
-        signs = []
-        for part, block in zip(parts, blocks, strict=True):
-            signs.append(self._sign_part(part, block))
-            if len(parts) > 1:
-                signs[-1] = signs[-1].clone()  # the next part has the same memory
-        return signs[0] if len(signs) == 1 else torch.cat(signs)
-
-    def _sign_part(self, rows: Tensor, block: "_Block") -> Tensor:
-        # Centring copies the rows to fixed memory at the same time.
-        torch.sub(rows.transpose(0, 1), self._by_row, out=block.z)
-        block.run(self.mean, self.running, self.total)
-        if self._uses_graphs and block.runs == _RUNS_BEFORE_GRAPH:
-            self._uses_graphs = block.capture(self.mean, self.running, self.total)
-        return block.signs_by_row
-
-    def _new_block(self, rows: Tensor) -> "_Block | None":
-        """Return memory for the rows, or None if the device refuses the kernels."""
         try:
-            block = _Block(rows)
+            blocks = [self._block_for(part) for part in parts]
         except Exception as error:  # of Triton or its compiler, which have many kinds
             give_up_kernels(error)
-            return None
-        if len(self._blocks) >= _MOST_SIZES:
-            self._blocks.clear()
-        self._blocks[len(rows)] = block
-        return block
+            return None, sums
+        self._take(sums)
+        signs = []
+        for part, block in zip(parts, blocks, strict=True):
+            # Centring copies the rows to fixed memory at the same time.
+            torch.sub(part.transpose(0, 1), self.mean.unsqueeze(1), out=block.z)
+            block.run(self.mean, self.running, self.total)
+            if self._uses_graphs and block.runs == _RUNS_BEFORE_GRAPH:
+                self._uses_graphs = block.capture(self.mean, self.running, self.total)
+            # The next part has the same memory.
+            signs.append(block.signs_by_row if len(parts) == 1 else block.signs_by_row.clone())
+        total = None if sums.total is None else self.total
+        mean = None if sums.mean is None else self.mean
+        return torch.cat(signs) if len(signs) > 1 else signs[0], Sums(self.running, total, mean)
 
-    def _follow_stream(self) -> None:
-        """Let the current stream wait for the one that the batch before was signed on."""
-        # The address is known in a tenth of the time that an object for the stream takes.
-        address = _raw_stream(self.running.get_device())
-        if address == self._stream_address and self._stream is not None:
-            return
-        now = torch.cuda.current_stream(self.running.device)
-        if self._stream is not None:
-            now.wait_stream(self._stream)
-        self._stream, self._stream_address = now, address
+    def _take(self, sums: Sums) -> None:
+        """Continue with these sums, after whatever the batch before was signed on."""
+        if self.running.is_cuda:
+            now = torch.cuda.current_stream(self.running.device)
+            if self._stream is not None and self._stream != now:
+                now.wait_stream(self._stream)
+            self._stream = now
+        for own, value in zip((self.running, self.total, self.mean), sums, strict=True):
+            if value is not None and value is not own:
+                own.copy_(value)
+        if sums.mean is None and self._has_mean:
+            self.mean.zero_()
+        self._has_mean = sums.mean is not None
+
+    def _block_for(self, rows: Tensor) -> "_Block":
+        """Return memory for the rows; raise what the device raises if it refuses the kernels."""
+        block = self._blocks.get(len(rows))
+        if block is None:
+            block = _Block(rows)
+            if len(self._blocks) >= _MOST_SIZES:
+                self._blocks.clear()
+            self._blocks[len(rows)] = block
+        return block
 
 
 class _Block:
@@ -223,9 +202,3 @@ def _signer_for(rows: Tensor, before: DeviceSigner | None) -> DeviceSigner | Non
 def _rows_at_a_time(elements: int) -> int:
     """Return how many rows (M, D) of so many elements are signed in one go; 0 if too long."""
     return min(_MOST_ROWS, _MOST_ELEMENTS // max(1, elements) // MOST * MOST)
-
-
-def _raw_stream(device: int) -> int:
-    """Return the address of the current stream of a device."""
-    get = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    return torch.cuda.current_stream(device).cuda_stream if get is None else get(device)
