@@ -25,7 +25,6 @@ from gradherd.hooks.fsdp_coordination import ShardedCoordination
 from gradherd.hooks.fsdp_sparse import ShardedSparseHook
 from gradherd.hooks.fsdp_torch import fsdp_modules
 from gradherd.hooks.herd import Herd
-from gradherd.hooks.layouts import ColumnLayout, ShardSpan
 from gradherd.hooks.local_steps import LocalExchange, ShardedLocalExchange
 from gradherd.hooks.parameter_usage import check_optimizer, stepping_optimizer
 from gradherd.hooks.row_plan import check_device, plan_rows
@@ -348,5 +347,4 @@ def _make_transport(
     source = make_row_source(read, settings, order.unit, order.batch_size)
     device, size = next(module.parameters()).device, FlatSpec.of(module).size
     scatters = scatters_columns(row_length(settings, size), size, world.size)
-    scattered = ColumnLayout((ShardSpan("row", (size,), 0),)) if scatters else None
-    return GatheringTransport(source, order, world, device, scattered)
+    return GatheringTransport(source, order, world, device, size if scatters else None)

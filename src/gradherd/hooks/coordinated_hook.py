@@ -38,19 +38,19 @@ from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec
 from gradherd.hooks.bucket_hook import BucketHook
-from gradherd.hooks.layouts import BucketSpan, ColumnLayout, gather_rows
+from gradherd.hooks.layouts import BucketSpan, ColumnLayout
 from gradherd.hooks.parameter_hooks import ParameterHooks
 from gradherd.hooks.torch_names import copy_all
-from gradherd.hooks.transports import RowTransport
+from gradherd.hooks.transports import RankTransport
 from gradherd.ordering.batches import BatchClaim
-from gradherd.ordering.coordination import StepComparison, observe_slices
+from gradherd.ordering.coordination import observe_slices
 from gradherd.ordering.sampler import OrderedSampler
 
 Release = Callable[[Tensor | None], None]
 """Says that slices were read, and may be overwritten, or which memory may be instead."""
 
 
-class SlicedTransport(RowTransport):
+class SlicedTransport(RankTransport):
     """Has the sampler learn from slices of whole batches, which averaging delivers.
 
     Where a backward's gradient is not averaged alone, it is collected from the hooks of parameters
@@ -58,7 +58,6 @@ class SlicedTransport(RowTransport):
     """
 
     layout: ColumnLayout
-    """Which columns this rank holds."""
     total_bytes: int
     """Bytes that this rank has sent to average gradients."""
     stopwatch: Stopwatch
@@ -72,16 +71,8 @@ class SlicedTransport(RowTransport):
             sampler: The sampler that learns.
             world: The ranks that train.
         """
-        super().__init__(sampler)
-        self.world = world
-        self._spec = FlatSpec.of(model)
-        self._device = next(model.parameters()).device
-        # A group of its own for the thread: ranks reach its collectives at different points of
-        # their training step, so on the model's group they could be matched with the wrong ones.
-        self._side = world.side_channel()
-        weakref.finalize(self, self._side.close_side_channel).atexit = False
+        super().__init__(sampler, world, FlatSpec.of(model), next(model.parameters()).device)
         self._thread = BackgroundThread("gradherd-signs")
-        self._in_step = StepComparison(sampler)
         self._sign_bytes = 0
         # CPU time of the thread: its wall time is mostly spent waiting for the training loop.
         self._sign_seconds = 0.0
@@ -96,11 +87,6 @@ class SlicedTransport(RowTransport):
     def bytes(self) -> int:
         """Bytes that this rank has sent for ordering alone."""
         return self._separate_bytes + self._sign_bytes
-
-    @property
-    def compared_bytes(self) -> int:
-        """Bytes that this rank has sent to compare batches."""
-        return self._in_step.bytes
 
     def on_backward(self, began: Callable[[], None]) -> None:
         """Call `began` before the first gradient of each backward."""
@@ -208,28 +194,7 @@ class SlicedTransport(RowTransport):
         """Remove the hooks, stop the thread and close its group."""
         self._hooks.remove()
         self._thread.close()
-        self._side.close_side_channel()
-
-    def ordering_state(self) -> dict[str, Any]:
-        """Return the state of the ordering with the columns of all ranks. All ranks must call it.
-
-        Columns are in the order of the model's parameters, so the state depends neither on buckets
-        or shards nor on the number of ranks.
-        """
-        where = (self.layout, self._spec.names, self.world, self._device)
-        return self._sampler.ordering.state_dict(lambda columns: gather_rows(columns, *where))
-
-    def load_ordering_state(self, state: Mapping[str, Any]) -> None:
-        """Load the state of the ordering and cut out this rank's columns."""
-        super().load_ordering_state(state)
-        spec = self._spec
-
-        # The state has whole rows on every rank, so nothing is sent to load it.
-        def columns(row: Tensor) -> Tensor:
-            by_name = dict(zip(spec.names, spec.split(row), strict=True))
-            return self.layout.columns(by_name, self.world)
-
-        self._sampler.ordering.map_columns(columns)
+        super().close()
 
 
 class CoordinatedHook(SlicedTransport, BucketHook):

@@ -8,7 +8,7 @@ Shapes: R ranks, C columns of this rank over all parameters, w of them of one sp
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -126,27 +126,3 @@ class ColumnLayout(NamedTuple):
         for span, own in zip(self.spans, slices, strict=True):
             found.update(span.join(own))
         return found
-
-
-def gather_rows(
-    columns: Tensor,
-    layout: ColumnLayout,
-    names: Sequence[str],
-    world: World,
-    device: torch.device,
-) -> Tensor:
-    """Return (m, D) whole rows of an ordering's state. All ranks must call it.
-
-    Args:
-        columns: (m, C) this rank's columns.
-        layout: Which columns these are.
-        names: The order of parameters in whole rows.
-        world: The ranks that hold the other columns.
-        device: Where their group works.
-    """
-
-    def whole(row: Tensor) -> Tensor:
-        by_name = layout.gather(row.to(device), world)
-        return torch.cat([by_name[name] for name in names]).to(row.device)
-
-    return torch.stack([whole(row) for row in columns])

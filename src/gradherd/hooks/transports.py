@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.script import RankRunner
 from gradherd.comm.world import World
-from gradherd.hooks.layouts import ColumnLayout, gather_rows
+from gradherd.flat import FlatSpec
+from gradherd.hooks.layouts import ColumnLayout, ShardSpan
 from gradherd.hooks.parameter_hooks import ParameterHooks
 from gradherd.hooks.row_sources import CHECK_FAILED, RowSource
 from gradherd.hooks.row_stats import RowFigures
@@ -138,7 +139,71 @@ class CountingTransport(RowTransport):
         self._hooks.remove()
 
 
-class GatheringTransport(RowTransport):
+class RankTransport(RowTransport):
+    """Takes the rows of all ranks to the sampler; each rank may hold some columns of them.
+
+    Ranks compare which batch they feed back: signs are for one time step of all workers.
+    """
+
+    layout: ColumnLayout | None = None
+    """Which columns this rank holds; None if it holds all."""
+
+    def __init__(
+        self, sampler: OrderedSampler, world: World, spec: FlatSpec, device: torch.device
+    ) -> None:
+        super().__init__(sampler)
+        self.world = world
+        self._spec = spec  # where parameters lie in whole rows
+        self._device = device  # where the group of the ranks works
+        # On the CPU, so that a GPU need not catch up with the host at every step. And ranks reach
+        # its collectives at different points of their training step, so on the model's group they
+        # could be matched with the wrong ones.
+        self._side = world.side_channel()
+        # A model that is dropped without detach() gives it back, too.
+        weakref.finalize(self, self._side.close_side_channel).atexit = False
+        self._in_step = StepComparison(sampler)
+
+    @property
+    def compared_bytes(self) -> int:
+        """Bytes that this rank has sent to compare batches."""
+        return self._in_step.bytes
+
+    def ordering_state(self) -> dict[str, Any]:
+        """Return the state of the ordering with the columns of all ranks. All ranks must call it.
+
+        Columns are in the order of the model's parameters, so the state depends neither on buckets
+        or shards nor on the number of ranks.
+        """
+        layout = self.layout
+        if layout is None:
+            return super().ordering_state()
+
+        def whole(row: Tensor) -> Tensor:
+            by_name = layout.gather(row.to(self._device), self.world)
+            return torch.cat([by_name[name] for name in self._spec.names]).to(row.device)
+
+        return self._sampler.ordering.state_dict(whole)
+
+    def load_ordering_state(self, state: Mapping[str, Any]) -> None:
+        """Load the state of the ordering and cut out this rank's columns."""
+        super().load_ordering_state(state)
+        layout, spec = self.layout, self._spec
+        if layout is None:
+            return
+
+        # The state has whole rows on every rank, so nothing is sent to load it.
+        def columns(row: Tensor) -> Tensor:
+            by_name = dict(zip(spec.names, spec.split(row), strict=True))
+            return layout.columns(by_name, self.world)
+
+        self._sampler.ordering.map_columns(columns)
+
+    def close(self) -> None:
+        """Close the group."""
+        self._side.close_side_channel()
+
+
+class GatheringTransport(RankTransport):
     """Gathers the rows of all workers."""
 
     def __init__(
@@ -147,22 +212,18 @@ class GatheringTransport(RowTransport):
         sampler: OrderedSampler,
         world: World,
         device: torch.device,
-        scattered: ColumnLayout | None,
+        scattered: int | None,
     ) -> None:
-        super().__init__(sampler)
+        # `scattered` is how many columns a row has, if each rank gets some of them.
+        super().__init__(sampler, world, FlatSpec(("row",), ((scattered or 0,),)), device)
+        if scattered is not None:
+            self.layout = ColumnLayout((ShardSpan("row", (scattered,), 0),))
         self._source: RowSource = source
-        self._device = device  # where the group of the ranks works
-        self._columns = scattered  # None where whole rows are gathered
-        # On the CPU, so that a GPU need not catch up with the host at every step.
-        self._side = world.side_channel()
-        # A model that is dropped without detach() gives it back, too.
-        weakref.finalize(self, self._side.close_side_channel).atexit = False
         self._runner = RankRunner(world, later=self._side)
         self._gatherer = RowGatherer(
             sampler, self._runner, policy_checks=self._policy_checks, scatters=scattered is not None
         )
         self._epoch_gatherer: EpochGatherer | None = None
-        self._in_step = StepComparison(sampler)
         self.figures: RowFigures | None = None
         """What measures the rows of each batch, if somebody wants to know."""
         self._alone = world.size == 1
@@ -176,11 +237,6 @@ class GatheringTransport(RowTransport):
     def bytes(self) -> int:
         """Bytes that this rank has sent to gather rows."""
         return self._runner.bytes
-
-    @property
-    def compared_bytes(self) -> int:
-        """Bytes that this rank has sent to compare batches."""
-        return self._in_step.bytes
 
     def on_backward(self, began: Callable[[], None]) -> None:
         """Call `began` before the first gradient of each backward, if it can be observed."""
@@ -238,7 +294,7 @@ class GatheringTransport(RowTransport):
             error, mask = raised, self._source.failed_check()
         if mask is None:
             return
-        masks = all_gather(mask.to(self._device), self._sampler.world).value.cpu()
+        masks = all_gather(mask.to(self._device), self.world).value.cpu()
         if error is not None:
             raise error
         failed = [rank for rank, one in enumerate(masks.tolist()) if CHECK_FAILED in one]
@@ -257,7 +313,7 @@ class GatheringTransport(RowTransport):
             sampler = self._sampler
             batches = -(-len(sampler) // sampler.batch_size)
             steps = (sampler.ordering.length, batches)
-            scatters = self._columns is not None
+            scatters = self.layout is not None
             self._epoch_gatherer = EpochGatherer(sampler, self._runner, *steps, scatters=scatters)
 
     def metrics(self) -> dict[str, Any]:
@@ -266,19 +322,9 @@ class GatheringTransport(RowTransport):
         seconds = {"seconds_in_backward": self._source.seconds_in_backward}
         return seconds | ({"rows_left_out": left_out} if left_out else {})
 
-    def ordering_state(self) -> dict[str, Any]:
-        """Return the state of the ordering with all columns. All ranks must call it."""
-        if self._columns is None:
-            return super().ordering_state()
-        where = (self._columns, ["row"], self._sampler.world, self._device)
-        return self._sampler.ordering.state_dict(lambda columns: gather_rows(columns, *where))
-
     def load_ordering_state(self, state: Mapping[str, Any]) -> None:
         """Load the state of the ordering; the model may have changed as well."""
         super().load_ordering_state(state)
-        if (layout := self._columns) is not None:
-            world = self._sampler.world
-            self._sampler.ordering.map_columns(lambda row: layout.columns({"row": row}, world))
         self._source.restart_checks()
 
     def finish(self) -> None:
@@ -295,6 +341,6 @@ class GatheringTransport(RowTransport):
         self._source.clear()
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, and close the group."""
         self._source.remove_hooks()
-        self._side.close_side_channel()
+        super().close()

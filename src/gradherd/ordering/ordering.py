@@ -312,14 +312,14 @@ class Ordering:
         """Return everything that determines later orders, as tensors, integers and strings.
 
         Args:
-            whole: Where rows are sharded: takes (m, C) columns of this rank and returns (m, D)
-                whole rows.
+            whole: Where rows are sharded: takes this rank's (C,) columns of a row and returns the
+                whole (D,) row.
         """
         balance = self._state.state_dict()
         if whole is not None:
             for name in self._state.columns:
                 if name in balance:
-                    balance[name] = whole(balance[name])
+                    balance[name] = torch.stack([whole(row) for row in balance[name]])
         state: dict[str, Any] = {
             "format": _FORMAT,
             "policy": repr(self.policy),
