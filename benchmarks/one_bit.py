@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gradherd.comm.script import AllGather, AllToAll
 from gradherd.hooks.flat_weights import FlatWeights
-from gradherd.sparsify.local import LocalSteps, OuterOptimizer, commit_difference, exchange_script
+from gradherd.sparsify.local import LocalSteps, OuterOptimizer, exchange_script
 from gradherd.sparsify.worker import Worker
 
 RANKS = 8
@@ -48,7 +48,7 @@ class Rank:
             device=device,
         )
         self._outer = OuterOptimizer(settings, self._weights.read())
-        self._settings, self._device = settings, device
+        self._device = device
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -65,8 +65,8 @@ class Rank:
             except StopIteration as stop:
                 outcome = stop.value.outcome
                 break
-        mean = commit_difference(self._worker, outcome, self._settings.decay)
-        self._outer.step(mean)
+        self._worker.commit(outcome)
+        self._outer.step(outcome.whole_mean(self._weights.layout.size))
         self._weights.write(self._weights.rounded(self._outer.shared))
 
 

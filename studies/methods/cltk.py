@@ -3,8 +3,7 @@
 Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient
 Distributed Training", NeurIPS 2020, arXiv:2104.11125. Residuals of different workers are similar,
 so what is large on the leader is mostly large on the others. Only the leader searches, and it
-broadcasts its indices. With large learning rates residuals drift apart; a low-pass filter on the
-residuals keeps them similar.
+broadcasts its indices. Left out: the paper's low-pass filter on residuals.
 """
 
 from collections.abc import Sequence
@@ -51,16 +50,11 @@ class CLTK(Selector):
 
     density: float = DEFAULT_DENSITY
     """Share of the coordinates to send."""
-    low_pass: float = 1.0
-    """Weight of the new residual against the old one. 1 is plain error feedback; less smooths
-    residuals and so keeps them similar. The paper uses about 0.1 for large learning rates."""
 
     exclusive = True
 
     def __post_init__(self) -> None:
         check_density(self.density)
-        if not 0 < self.low_pass <= 1:
-            raise ValueError(f"low_pass must be in (0, 1], got {self.low_pass}")
 
     def propose(self, step: Step) -> Proposal:
         """Select the k largest if this worker leads the step."""
@@ -83,4 +77,4 @@ class CLTK(Selector):
             indices = received.long()
         # All of them count as the leader's, so the padding metric is R; a broadcast pads nothing.
         counts = [len(indices) * (rank == leader) for rank in range(step.size)]
-        return Selection(indices, counts, None, low_pass=self.low_pass)
+        return Selection(indices, counts, None)

@@ -40,7 +40,6 @@ class DeMo(Selector):
     """Factor of what is kept from step to step. 1 loses nothing; the paper's momentum has 0.999."""
 
     sums_values = True
-    transforms = True
 
     def __post_init__(self) -> None:
         check_density(self.density)

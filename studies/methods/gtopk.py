@@ -119,7 +119,8 @@ class GTopK(Selector):
         result, alive = yield from _tree_reduce(SparseVector(own, step.acc[own]), step)
         sent = torch.zeros(step.k, dtype=torch.bool, device=own.device)
         sent[torch.searchsorted(result.indices, own[alive])] = True
-        return Selection(result.indices, counts, None, sums=result.values, sent=sent)
+        kept = step.acc[result.indices].masked_fill(sent, 0)
+        return Selection(result.indices, counts, None, sums=result.values, kept=kept)
 
 
 class SparseVector(NamedTuple):

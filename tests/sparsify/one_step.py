@@ -29,7 +29,7 @@ def results(result, header):
         "indices": chosen.indices,
         "counts": chosen.counts,
         "sums": chosen.sums,
-        "sent": chosen.sent,
+        "kept": chosen.kept,
         "bytes": result.bytes - header,
     }
 

@@ -127,7 +127,6 @@ class Step:
     mean: torch.Tensor
     counts: list[int]
     threshold: float | None
-    low_pass: float
     bytes: int
 
 
@@ -220,7 +219,6 @@ def run_case(case, size, ranks, exchange):
                     mean,
                     list(chosen.counts),
                     chosen.threshold,
-                    chosen.low_pass,
                     results.bytes,
                 )
             )

@@ -12,7 +12,7 @@ def number(density, dim):
     return max(1, int(round(density * dim, 6)))
 
 
-def expected(grads, choose, low_pass=1.0):
+def expected(grads, choose):
     """Means of all steps (T, D) and residuals after them (R, D).
 
     `choose(acc, step)` returns what each worker sends: (R, D) -> (R, D).
@@ -22,7 +22,7 @@ def expected(grads, choose, low_pass=1.0):
         acc = residual + grad
         sent = choose(acc, step)
         means.append(sent.sum(0) / len(grad))
-        residual = (1 - low_pass) * residual + low_pass * (acc - sent)
+        residual = acc - sent
     return np.array(means), residual
 
 

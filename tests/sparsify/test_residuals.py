@@ -207,30 +207,15 @@ def test_what_is_always_sent_has_heavy_ball_momentum(method):
         torch.testing.assert_close(mean[always], velocity[always])
 
 
-@pytest.mark.parametrize("weight", [0.1, 0.5, 1.0])
-def test_a_low_pass_weighs_the_new_residual_against_the_old(weight):
-    feedback, residual = make(20), torch.zeros(20, dtype=torch.float64)
-    for step in range(5):
-        grad = normal(step, 20, dtype=torch.float64)
-        indices = some(20, step)
-        new = residual + grad
-        new[indices] = 0
-        residual = (1 - weight) * residual + weight * new
-        feedback.add(0, grad, 1.0)
-        feedback.commit(indices, None, low_pass=weight)
-        torch.testing.assert_close(feedback.residual, residual, rtol=1e-13, atol=1e-13)
-
-
-@pytest.mark.parametrize("low_pass", [1.0, 0.3])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("zeros_added", [True, False], ids=["zeros", "nothing"])
-def test_what_is_left_out_sends_nothing_and_stays_as_it_was(momentum, zeros_added, low_pass):
+def test_what_is_left_out_sends_nothing_and_stays_as_it_was(momentum, zeros_added):
     feedback = make(10, momentum=momentum)
     for step in range(6):
         before, grad = memory(feedback), normal(step, 10, dtype=torch.float64)
         if step not in (2, 3, 5):
             feedback.add(0, grad, 1.0)
-            feedback.commit(some(10, step), None, low_pass=low_pass)
+            feedback.commit(some(10, step), None)
             continue
         feedback.add(0, grad[:4], 1.0)
         if zeros_added:  # Buckets hold zeros for what was not used.
@@ -240,7 +225,7 @@ def test_what_is_left_out_sends_nothing_and_stays_as_it_was(momentum, zeros_adde
         assert feedback.acc[4:7].tolist() == [0.0] * 3
         assert feedback.finite()
         # Another worker may have selected there.
-        feedback.commit(torch.tensor([1, 5, 9]), None, low_pass=low_pass, excluded=[(4, 7)])
+        feedback.commit(torch.tensor([1, 5, 9]), None, excluded=[(4, 7)])
         for old, new in zip(before, memory(feedback), strict=True):
             assert old is None or same(new[4:7], old[4:7])
 

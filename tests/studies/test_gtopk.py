@@ -78,7 +78,7 @@ def test_sums_are_of_what_is_marked_as_sent_whatever_is_equal_or_zero(case):
         assert torch.equal(result["indices"], indices)
     if k == accs.shape[1]:
         return  # added up by whoever called
-    sent = torch.stack([result["sent"] for result in results])
+    sent = torch.stack([result["kept"] == 0 for result in results])
     assert sent.any(0).all()  # every index was selected by some worker
     for result in results:
         assert torch.equal(result["sums"], (accs[:, indices] * sent).sum(0))
@@ -105,7 +105,7 @@ def test_real_ranks_get_the_same_bits(size):
         for rank in range(size):
             have = ranks[rank][number_]
             assert have["bytes"] == want[rank]["bytes"]
-            for name in ("indices", "sums", "sent"):
+            for name in ("indices", "sums", "kept"):
                 one, other = have[name], want[rank][name]
                 assert (one is None and other is None) or torch.equal(one, other), name
 

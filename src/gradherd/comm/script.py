@@ -18,7 +18,7 @@ Shapes: R ranks.
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -200,20 +200,6 @@ def run(script: Script[Any], world: World, *, answer: Any = None) -> ScriptResul
         total += sent
 
 
-class Runner(Protocol):
-    """Runs scripts one after the other and counts the bytes that one rank sends for them."""
-
-    bytes: int
-
-    def start(self, script: Script[None]) -> None:
-        """Finish the script before, then begin this one."""
-        ...
-
-    def finish(self) -> None:
-        """Return when the last script is done. All ranks must call it at the same point."""
-        ...
-
-
 class RankRunner:
     """Runs scripts on this process's rank; the first collective of each overlaps with training.
 
@@ -273,6 +259,10 @@ class SharedRunner:
 
     def finish(self) -> None:
         """Do nothing: scripts are run when they are started."""
+
+
+Runner: TypeAlias = RankRunner | SharedRunner
+"""Runs scripts one after the other and counts the bytes that one rank sends for them."""
 
 
 def run_together(scripts: Sequence[Script[Any]]) -> list[ScriptResult]:

@@ -33,7 +33,6 @@ from gradherd.sparsify.local import (
     LocalOutcome,
     LocalSteps,
     OuterOptimizer,
-    commit_difference,
     exchange_script,
 )
 
@@ -237,9 +236,14 @@ class LocalExchange(ModelExchange):
         self.total_bytes += sent
         metrics: dict[str, Any] = {}
         outcome = result.outcome if self.all_shards_agree(result.outcome is not None) else None
+        self._worker.commit(outcome)
+        mean = None
         if outcome is not None:
             metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
-        mean = commit_difference(self._worker, outcome, self._settings.decay)
+            mean = outcome.whole_mean(self.layout.size)
+            # Now, not before the next sum: an exchange that is called off must not decay it twice.
+            if self._settings.decay != 1:
+                self._worker.feedback.residual.mul_(self._settings.decay)
         self._arrival = _Arrival(mean, result.buffers, metrics)
 
     @torch.no_grad()

@@ -29,8 +29,6 @@ class Outcome:
     """(K,) mean over workers, the same bits on all of them."""
     remainder: Tensor | None
     """(K,) what this worker keeps at those coordinates; None is nothing."""
-    sent: Tensor | None
-    """(K,) whether this worker's own value is part of the mean; None is everywhere."""
     selection: Selection
     """What the method selected, without what is always sent."""
     owner_error: Tensor | None = None

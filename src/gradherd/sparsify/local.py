@@ -220,27 +220,6 @@ def exchange_script(worker: Worker, position: Tensor, buffers: Tensor | None) ->
     return LocalOutcome(outcome, mean_of_buffers(rows), None)
 
 
-def commit_difference(worker: Worker, outcome: Outcome | None, decay: float) -> Tensor | None:
-    """Keep what was not sent, times `decay`; return the (D,) mean difference that was sent.
-
-    Args:
-        worker: The worker.
-        outcome: What `exchange_script` returned for it; None was called off.
-        decay: Factor of the new residual.
-
-    Returns:
-        (D,) zero where nothing was sent; None if the exchange was called off.
-    """
-    worker.commit(outcome)
-    if outcome is None:
-        return None
-    # Now, not before the next sum: an exchange that is called off must not decay it twice.
-    residual = worker.feedback.residual
-    if decay != 1:
-        residual.mul_(decay)
-    return outcome.whole_mean(len(residual))
-
-
 def mean_of_buffers(rows: Tensor) -> Tensor:
     """Return the mean of buffers over workers; those that are equal everywhere keep their bits.
 

@@ -79,15 +79,10 @@ class Selection:
     """Smallest magnitude that should be sent, if the method has such a threshold."""
     sums: Tensor | None = None
     """(K,) sums over workers, if the method has already reduced the values itself."""
-    sent: Tensor | None = None
-    """(K,) whether this worker's own value is part of `sums`; None without `sums`."""
     kept: Tensor | None = None
-    """(K,) what this worker keeps at `indices`, instead of `sent`: if only a part of a value is in
-    `sums`."""
+    """(K,) what this worker keeps at `indices` of its own values; None without `sums`."""
     selected: int | None = None
     """How many numbers were agreed on, if they are not values at `indices`."""
-    low_pass: float = 1.0
-    """Weight of the new residual against the old one."""
 
 
 class Selector(ABC):
@@ -108,8 +103,6 @@ class Selector(ABC):
     """Whether the method reduces the values itself, so that `Sparsify.values` does not apply."""
     sends_all: ClassVar[bool] = False
     """Whether it selects all coordinates at every step."""
-    transforms: ClassVar[bool] = False
-    """Whether it selects in another basis, and returns sums of all coordinates."""
 
     @property
     def agrees_alone(self) -> bool:

@@ -121,7 +121,6 @@ class ErrorFeedback:
         remainder: Tensor | None,
         *,
         restarted: Tensor | None = None,
-        low_pass: float = 1.0,
         excluded: list[tuple[int, int]] | None = None,
     ) -> None:
         """Make what was not sent the new residual.
@@ -130,7 +129,6 @@ class ErrorFeedback:
             indices: (K,) coordinates that were sent; None is all.
             remainder: (K,) what this worker keeps at those coordinates; None is nothing.
             restarted: Coordinates whose velocity restarts; None is none.
-            low_pass: Weight of the new residual against the old one.
             excluded: The ranges that `exclude` was called for; they stay as they were.
         """
         if self._next_velocity is not None and restarted is not None:
@@ -148,10 +146,6 @@ class ErrorFeedback:
             self.acc[begin:end] = self.residual[begin:end]
             if self.velocity is not None and self._next_velocity is not None:
                 self._next_velocity[begin:end] = self.velocity[begin:end]
-        # ScaleCom's filter: (1 - beta) old + beta new. Excluded ranges equal the old residual by
-        # now, so it leaves them as they are.
-        if low_pass != 1:
-            self.acc.lerp_(self.residual, 1 - low_pass)
         self.swap()
         self.velocity, self._next_velocity = self._next_velocity, self.velocity
 
@@ -352,7 +346,7 @@ class Worker:
             return None
         # Small parameters are sent together with the selected values, in the same rounds.
         dim, always = len(acc), len(acc) - sparse
-        indices = sent = owner_error = None
+        indices = owner_error = None
         if selection.indices is not None:
             small = torch.arange(sparse, dim, device=acc.device)
             indices = torch.cat([selection.indices, small])
@@ -364,7 +358,10 @@ class Worker:
         else:
             rest, error, _ = yield from sum_values(acc[sparse:], always, context, form, dim)
             total = torch.cat([selection.sums, rest])
-            sent, remainder = _partly_sent(acc, selection, rest, error)
+            assert selection.kept is not None
+            remainder = torch.cat(
+                [selection.kept, torch.zeros_like(rest) if error is None else error]
+            )
         # Finite values may have a sum that overflows. All workers have the same bits of it, so all
         # of them call the step off, without another round.
         if not is_finite(total):
@@ -372,7 +369,7 @@ class Worker:
         # Divided once, after the sum: dividing every summand would round R times. In place, unless
         # one worker's sum is the vector itself.
         mean = total / 1 if total is acc else total.div_(context.size)
-        return Outcome(indices, mean, remainder, sent, selection, owner_error)
+        return Outcome(indices, mean, remainder, selection, owner_error)
 
     def mean_of(self, outcome: Outcome) -> Tensor:
         """Return the (K,) mean in the unit of gradients, clamped to finite values."""
@@ -413,7 +410,6 @@ class Worker:
             outcome.indices,
             remainder,
             restarted=self._restarted(outcome),
-            low_pass=outcome.selection.low_pass,
             excluded=excluded,
         )
         self.state = outcome.selection.state
@@ -466,7 +462,8 @@ class Worker:
         indices = outcome.selection.indices
         if indices is None or len(indices) >= self.sparse:
             return None
-        return indices if outcome.sent is None else indices[outcome.sent[: len(indices)]]
+        kept = outcome.selection.kept
+        return indices if kept is None else indices[kept == 0]
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything but the residuals, as numbers, lists and tensors.
@@ -545,19 +542,6 @@ def is_finite(vector: Tensor) -> bool:
     return bool(vector.sum().isfinite()) or bool(vector.isfinite().all())
 
 
-def _partly_sent(
-    acc: Tensor, selection: Selection, rest: Tensor, error: Tensor | None
-) -> tuple[Tensor | None, Tensor]:
-    """Return which own values were sent and what stays, for a method that sums values itself."""
-    error = torch.zeros_like(rest) if error is None else error
-    if selection.kept is not None:
-        return None, torch.cat([selection.kept, error])
-    assert selection.sent is not None and selection.indices is not None
-    sent = torch.cat([selection.sent, torch.ones_like(rest, dtype=torch.bool)])
-    unsent = acc[selection.indices].masked_fill(selection.sent, 0)
-    return sent, torch.cat([unsent, error])
-
-
 def _is_merged(state: Mapping[str, Any]) -> bool:
     return "rank" in state and state["rank"] is None
 
@@ -596,15 +580,10 @@ def clip_together(grads: Sequence[Tensor], most: float | Tensor) -> None:
 
 def scale_by(grads: Sequence[Tensor], norm: Tensor, most: float | Tensor) -> None:
     """Scale tensors down in place whose () norm together is above `most`; see `clip_together`."""
-    factor = clip_factor(norm, most)
+    # The small number is that of torch.nn.utils.clip_grad_norm_. Infinity times zero is NaN.
+    factor = (most / (norm + 1e-6)).clamp(max=1.0)
     for grad in grads:
         grad.mul_(factor.to(torch.float64 if grad.dtype == torch.float64 else torch.float32))
-
-
-def clip_factor(norm: Tensor, most: float | Tensor) -> Tensor:
-    """Return the factor that brings norms down to `most`, at most 1."""
-    # The small number is that of torch.nn.utils.clip_grad_norm_. Infinity times zero is NaN.
-    return (most / (norm + 1e-6)).clamp(max=1.0)
 
 
 def merge_residuals(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
