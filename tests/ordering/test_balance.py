@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 
 from gradherd.comm.script import run, run_together
 from gradherd.comm.world import World
-from gradherd.ordering import SIGN_RULES, Greedy, Kernel, Walk
+from gradherd.ordering import SIGN_RULES, CDGraB, Greedy, Kernel, Walk
 from gradherd.ordering import balance as forms
-from gradherd.ordering.balance import Unsigned, blocks, reorder, reorder_all, sum_over_shards
-from gradherd.ordering.policy import ShardedRows
+from gradherd.ordering.balance import Unsigned, blocks, reorder, sum_over_shards
+from gradherd.ordering.policy import ShardedRows, SignState
+from gradherd.ordering.random import SeededRandom
 from tests.ordering import reference
-from tests.ordering.helpers import make, same, visited, whole_vectors
+from tests.ordering.helpers import lists, make, same, visited, whole_vectors
 
 LARGE = 65_536  # Columns from which the sequential form walks stream by stream.
 seeds = st.integers(0, 2**31)
@@ -321,7 +322,9 @@ def test_no_sides_no_move():
 def test_workers_of_different_sizes_use_their_own_column():
     sides = torch.tensor([[1, -1, 1], [-1, 1, 1], [1, 1, 1]], dtype=torch.int8)
     orders = [torch.tensor([7, 8, 9]), torch.tensor([1, 0]), torch.tensor([], dtype=torch.int64)]
-    assert [o.tolist() for o in reorder_all(orders, sides)] == [[7, 9, 8], [0, 1], []]
+    state = SignState(sizes=(3, 2, 0), epoch=0)
+    state.sides = sides
+    assert lists(CDGraB().reorder(orders, state, 1, SeededRandom(0))) == [[7, 9, 8], [0, 1], []]
 
 
 @pytest.mark.parametrize("name", ["cd-grab", "id-pair-grab", "grab"])

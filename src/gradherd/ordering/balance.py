@@ -38,7 +38,6 @@ from torch import Tensor
 from gradherd.comm.script import AllReduceSmall, Script, run
 from gradherd.comm.world import World
 from gradherd.gpu import has_triton
-from gradherd.ordering.random import SeededRandom
 from gradherd.ordering.sign_rules import Floats, Greedy, SignRule
 
 log = logging.getLogger("gradherd")
@@ -90,27 +89,6 @@ class Signed(NamedTuple):
     """(W, D) running sums after the last vector."""
     carry: Floats
     """(C, W) what the rule carries on."""
-
-
-def draws_for(rule: SignRule, random: SeededRandom, epoch: int, steps: int, workers: int) -> Floats:
-    """Return the uniform draws of a whole epoch; zeros if the rule is deterministic.
-
-    Args:
-        rule: The sign rule that will use them.
-        random: Where they come from.
-        epoch: Epoch, from 0.
-        steps: Vectors of each worker in the epoch.
-        workers: Number of workers.
-
-    Returns:
-        (steps, workers) in [-1, 1).
-    """
-    if rule.randomized:
-        # Always the whole epoch: which draw a vector gets must not depend on how many vectors
-        # come in one call, nor on vectors that were missed.
-        return random.draws(steps, workers, epoch)
-    # A view of one zero: the epoch may have millions of steps.
-    return np.broadcast_to(np.float64(0), (steps, workers))
 
 
 def balance(given: Unsigned) -> Signed:
@@ -443,16 +421,3 @@ def reorder(order: Tensor, sides: Tensor) -> Tensor:
     following = order.clone()
     following[sides != 0] = moved
     return following
-
-
-def reorder_all(orders: list[Tensor], sides: Tensor) -> list[Tensor]:
-    """Return every worker's next order.
-
-    Args:
-        orders: (n_i,) unit ids of worker i in visiting order; n_i may differ.
-        sides: (T, M) int8, T the longest n_i, by time step and worker.
-
-    Returns:
-        (n_i,) unit ids of each worker.
-    """
-    return [reorder(order, sides[: len(order), worker]) for worker, order in enumerate(orders)]

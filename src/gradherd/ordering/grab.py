@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.balance import draws_for
 from gradherd.ordering.device_signs import Sums, sign_on_device
 from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState
 from gradherd.ordering.random import SeededRandom
@@ -85,17 +84,15 @@ class GraB(SignPolicy):
         if isinstance(rows, Tensor) and self._observe_on_device(state, rows, seen):
             return
         centred = _masked(own if state.mean is None else own - state.mean, seen)
-        span = slice(state.steps, state.steps + steps)
-        draws = draws_for(self.rule, random, state.epoch, state.length, workers)[span]
         sharded = isinstance(rows, ShardedRows)
-        signs = yield from state.sign(self.rule, centred, draws, shared=False, sharded=sharded)
+        signs = yield from self._sign(state, centred, state.steps, random, sharded=sharded)
         sides = signs * seen  # also 0 where the row was not finite
         state.note_signs(sides, seen, steps)
         # The next mean is that of the raw rows. OrderedSampler of the GraB authors centres in
         # place first; its mean is then the change of the mean, about zero every second epoch.
         state.total = state.total + _masked(own, sides != 0).sum(0)
         state.count = state.count.cpu() + (sides != 0).sum(0)
-        state.sides[span] = sides
+        state.sides[state.steps : state.steps + steps] = sides
         state.steps += steps
 
     def _observe_on_device(self, state: MeanState, rows: Tensor, seen: Tensor) -> bool:
@@ -108,9 +105,8 @@ class GraB(SignPolicy):
         state.running, state.total, state.mean = sums
         if sides is None:
             return False
-        count = rows.shape[0]
-        state.on_device(state.steps, count, sides.device).copy_(sides)
-        state.steps += count
+        state.late.append((state.steps, sides.clone()))
+        state.steps += len(rows)
         return True
 
 

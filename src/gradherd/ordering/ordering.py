@@ -306,7 +306,10 @@ class Ordering:
         Args:
             change: Takes one (D,) row of the state and returns it with the new columns.
         """
-        self._state.map_columns(lambda rows: torch.stack([change(row) for row in rows]))
+        for name in self._state.columns:
+            rows = getattr(self._state, name)
+            if rows is not None:
+                setattr(self._state, name, torch.stack([change(row) for row in rows]))
 
     def state_dict(self, whole: Callable[[Tensor], Tensor] | None = None) -> dict[str, Any]:
         """Return everything that determines later orders, as tensors, integers and strings.

@@ -28,11 +28,9 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.balance import draws_for
 from gradherd.ordering.device_signs import Sums, sign_on_device
 from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState, all_seen
 from gradherd.ordering.random import SeededRandom
-from gradherd.ordering.sign_rules import SignRule
 
 
 @dataclass
@@ -187,65 +185,6 @@ def place_pairs(state: PairState, pairs: Pairs, signs: Tensor) -> None:
     seconds.copy_(torch.where(pairs.seen, -signs, seconds))
 
 
-def sign_pairs(
-    state: PairState,
-    rows: Rows,
-    seen: Tensor,
-    rule: SignRule,
-    random: SeededRandom,
-    *,
-    shared: bool,
-) -> Script[None]:
-    """Sign the pairs that the (b, M, D) rows complete.
-
-    Args:
-        state: Advanced by b steps.
-        rows: Gradient of the unit each worker visited.
-        seen: (b, M) which of them are real.
-        rule: Decides the signs.
-        random: Draws for randomized rules.
-        shared: One running sum serves all workers: pair after pair, and within a pair worker
-            after worker. Otherwise each worker is a stream of its own.
-    """
-    blocks = (rows,) if isinstance(rows, Tensor) else rows.blocks
-    steps, workers, columns = rows.shape
-    if state.running is None:
-        state.running = blocks[0].new_zeros((1 if shared else workers, columns))
-    release = rows.release if isinstance(rows, ShardedRows) else None
-    keep, spare = release is not None and steps == len(blocks) == 1, state.pending_buffer
-    pairs = take_pairs(state, blocks, seen, keep=keep)
-    if release is not None:
-        kept = keep and state.pending is not None
-        release((torch.empty_like(blocks[0][0]) if spare is None else spare) if kept else None)
-    if not len(pairs.diffs):  # the first halves of pairs: every second step of training
-        return
-    if isinstance(rows, Tensor) and _sign_on_device(state, pairs, rule, shared=shared):
-        return
-    span = slice(pairs.first, pairs.first + len(pairs.diffs))
-    draws = draws_for(rule, random, state.epoch, len(state.sides) // 2, workers)[span]
-    sharded = isinstance(rows, ShardedRows)
-    signs = yield from state.sign(rule, pairs.diffs, draws, shared=shared, sharded=sharded)
-    place_pairs(state, pairs, signs)
-
-
-def _sign_on_device(state: PairState, pairs: Pairs, rule: SignRule, *, shared: bool) -> bool:
-    """Sign pairs on the GPU without the host waiting, if that can be done; say whether it was."""
-    assert state.running is not None
-    diffs = pairs.diffs
-    if not pairs.seen.all():
-        return False
-    vectors = diffs.flatten(0, 1).unsqueeze(1) if shared else diffs
-    signs, sums, state.signer = sign_on_device(rule, vectors, Sums(state.running), state.signer)
-    state.running = sums.running
-    if signs is None:
-        return False
-    count, workers = diffs.shape[:2]
-    sides = state.on_device(2 * pairs.first, 2 * count, signs.device).view(count, 2, workers)
-    # The second of a pair has the other side. In one launch, as at every step.
-    torch.mul(signs.reshape(count, 1, workers), _both_sides(signs.device), out=sides)
-    return True
-
-
 @lru_cache(maxsize=8)
 def _both_sides(device: torch.device) -> Tensor:
     return torch.tensor([[1], [-1]], dtype=torch.int8, device=device)
@@ -260,8 +199,7 @@ class PairGraB(SignPolicy):
     """
 
     state: ClassVar[type[PairState]] = PairState
-    shared: ClassVar[bool] = False
-    """Whether the pairs of all workers are signed in one stream."""
+    steps_per_vector: ClassVar[int] = 2
 
     def new_state(self, sizes: tuple[int, ...], epoch: int, previous: Any) -> Any:
         """Start from zero: nothing of the previous epoch is used."""
@@ -271,7 +209,40 @@ class PairGraB(SignPolicy):
 
     def observe(self, state: Any, rows: Rows, seen: Tensor, random: SeededRandom) -> Script[None]:
         """Sign the pairs that the rows complete; arguments as in `Policy.observe`."""
-        return sign_pairs(state, rows, seen, self.rule, random, shared=self.shared)
+        blocks = (rows,) if isinstance(rows, Tensor) else rows.blocks
+        steps, workers, columns = rows.shape
+        if state.running is None:
+            state.running = blocks[0].new_zeros((1 if self.shared else workers, columns))
+        release = rows.release if isinstance(rows, ShardedRows) else None
+        keep, spare = release is not None and steps == len(blocks) == 1, state.pending_buffer
+        pairs = take_pairs(state, blocks, seen, keep=keep)
+        if release is not None:
+            kept = keep and state.pending is not None
+            release((torch.empty_like(blocks[0][0]) if spare is None else spare) if kept else None)
+        if not len(pairs.diffs):  # the first halves of pairs: every second step of training
+            return
+        sharded = isinstance(rows, ShardedRows)
+        if sharded or not self._sign_on_device(state, pairs):
+            signs = yield from self._sign(state, pairs.diffs, pairs.first, random, sharded=sharded)
+            place_pairs(state, pairs, signs)
+
+    def _sign_on_device(self, state: PairState, pairs: Pairs) -> bool:
+        """Sign on the GPU if that can be done without the host waiting; say whether it was."""
+        assert state.running is not None
+        diffs = pairs.diffs
+        if not pairs.seen.all():
+            return False
+        vectors = diffs.flatten(0, 1).unsqueeze(1) if self.shared else diffs
+        sums = Sums(state.running)
+        signs, sums, state.signer = sign_on_device(self.rule, vectors, sums, state.signer)
+        state.running = sums.running
+        if signs is None:
+            return False
+        count, workers = diffs.shape[:2]
+        # The second of a pair has the other side. In one launch, as at every step.
+        sides = signs.reshape(count, 1, workers) * _both_sides(signs.device)
+        state.late.append((2 * pairs.first, sides.flatten(0, 1)))
+        return True
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.balance import Unsigned, balance, balance_sharded, reorder_all
+from gradherd.ordering.balance import Unsigned, balance, balance_sharded, reorder
 from gradherd.ordering.device_signs import DeviceSigner
 from gradherd.ordering.random import SeededRandom
 from gradherd.ordering.sign_rules import Floats, Greedy, SignRule, check_rule
@@ -83,6 +83,8 @@ class EpochState:
     """Further tensors of the saved state."""
     lasting: ClassVar[tuple[str, ...]] = ()
     """Fields that outlive the epoch."""
+    required: ClassVar[tuple[str, ...]] = ()
+    """What every saved state of this kind has beside sizes, epoch and steps."""
 
     @property
     def length(self) -> int:
@@ -123,13 +125,6 @@ class EpochState:
                 rows = rows.to(value.dtype)
         return rows
 
-    def map_columns(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Convert every (m, D) field to other columns."""
-        for name in self.columns:
-            value = getattr(self, name)
-            if value is not None:
-                setattr(self, name, change(value))
-
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all fields, as tensors and integers."""
         state: dict[str, Any] = {
@@ -150,17 +145,13 @@ class EpochState:
         Raises:
             ValueError: A required field is missing.
         """
-        missing = {"sizes", "epoch", "steps", *self.required()} - state.keys()
+        missing = {"sizes", "epoch", "steps", *self.required} - state.keys()
         if missing:
             raise ValueError(f"state is damaged: its balance has no {', '.join(sorted(missing))}")
         self.steps = state["steps"]
         for name in (*self.columns, *self.others):
             if name in state:
                 setattr(self, name, state[name].clone())
-
-    def required(self) -> set[str]:
-        """Return the fields that every saved state of this kind has."""
-        return set()
 
 
 @dataclass
@@ -173,15 +164,14 @@ class SignState(EpochState):
     """(C, W) what the sign rule carries from vector to vector."""
     running: Tensor | None = None
     """(W, D) signed running sums; None until the first row gives D."""
-    device_sides: Tensor | None = None
-    """(T, M) int8 on a GPU: sides that it has decided on, for which nobody waits; see
-    `sync_sides`."""
-    device_spans: list[tuple[int, int]] = field(default_factory=list)
-    """First and last time step, exclusive, of what counts in `device_sides`."""
+    late: list[tuple[int, Tensor]] = field(default_factory=list)
+    """(b, M) int8 sides that a GPU has decided on, with the first time step of each, for which
+    nobody waits; see `sync_sides`."""
     signer: DeviceSigner | None = None
     """Signs on a GPU, in memory that outlives the epoch; not part of the saved state."""
 
     columns: ClassVar[tuple[str, ...]] = ("running",)
+    required: ClassVar[tuple[str, ...]] = ("sides", "carry")
 
     def __post_init__(self) -> None:
         # Sides start at 0: a unit whose row never arrives keeps its position.
@@ -194,49 +184,16 @@ class SignState(EpochState):
         elif seen.any():
             self.broken += steps
 
-    def sign(
-        self, rule: SignRule, vectors: Tensor, draws: Floats, *, shared: bool, sharded: bool
-    ) -> Script[Tensor]:
-        """Return the (K, M) signs of (K, M, D) vectors, and add these to the running sums.
-
-        If `shared`, one sum serves all workers: step after step, and within a step worker after
-        worker, as the paper's server does it. Else each worker is a stream. If `sharded`, ranks
-        hold columns and sign together.
-        """
-        assert self.running is not None
-        workers = vectors.shape[1]
-        if shared:
-            vectors, draws = vectors.flatten(0, 1).unsqueeze(0), draws.reshape(1, -1)
-        else:
-            vectors, draws = vectors.transpose(0, 1), draws.T
-        unsigned = Unsigned(vectors, self.running, rule, draws, self.carry)
-        if sharded:
-            signed = yield from balance_sharded(unsigned, step=workers if shared else 1)
-        else:
-            signed = balance(unsigned)
-        self.running, self.carry = signed.running, signed.carry
-        return signed.signs.view(-1, workers) if shared else signed.signs.T
-
-    def on_device(self, first: int, steps: int, device: torch.device) -> Tensor:
-        """Return (steps, M) memory on a GPU for sides from time step `first` on."""
-        if self.device_sides is None:
-            self.device_sides = torch.zeros_like(self.sides, device=device)
-        end, begin = first + steps, first
-        if self.device_spans and self.device_spans[-1][1] == first:
-            begin, _ = self.device_spans.pop()
-        self.device_spans.append((begin, end))
-        return self.device_sides[first:end]
-
     def sync_sides(self) -> None:
         """Copy sides from the GPU, which takes until it has computed all of them."""
-        spans, self.device_spans = self.device_spans, []
-        if spans:
-            assert self.device_sides is not None
-            sides = self.device_sides.cpu()
-            for first, end in spans:
-                self.sides[first:end] = sides[first:end]
-                self.note_signs(sides[first:end], all_seen(1, 1), end - first)
-                self.count_rows(sides[first:end])
+        late, self.late = self.late, []
+        if late:
+            firsts, parts = zip(*late, strict=True)
+            sides = torch.cat(parts).cpu()
+            for first, part in zip(firsts, sides.split([*map(len, parts)]), strict=True):
+                self.sides[first : first + len(part)] = part
+            self.note_signs(sides, all_seen(1, 1), len(sides))
+            self.count_rows(sides)
 
     def count_rows(self, sides: Tensor) -> None:
         """Count rows whose (b, M) sides came from the GPU."""
@@ -253,10 +210,6 @@ class SignState(EpochState):
         # Sign rules run on the host, wherever the rows are.
         self.sides = state["sides"].cpu().clone()
         self.carry = state["carry"].cpu().numpy().copy()
-
-    def required(self) -> set[str]:
-        """Return the fields that every saved state of this kind has."""
-        return {"sides", "carry"}
 
 
 class Policy(ABC):
@@ -336,6 +289,10 @@ class SignPolicy(Policy):
     """How signs are decided."""
 
     leaves_out_broken_rows: ClassVar[bool] = True
+    shared: ClassVar[bool] = False
+    """Whether the vectors of all workers are signed in one stream."""
+    steps_per_vector: ClassVar[int] = 1
+    """Time steps behind each vector that is signed."""
 
     def __post_init__(self) -> None:
         check_rule(self.rule)
@@ -346,9 +303,45 @@ class SignPolicy(Policy):
         state.signer = None if previous is None else previous.signer
         return state
 
+    def _sign(
+        self, state: SignState, vectors: Tensor, first: int, random: SeededRandom, *, sharded: bool
+    ) -> Script[Tensor]:
+        """Return the (K, M) signs of (K, M, D) vectors, and add these to the running sums.
+
+        If `shared`, one sum serves all workers: step after step, and within a step worker after
+        worker, as the paper's server does it. Else each worker is a stream.
+
+        Args:
+            state: Its sums and the rule's carry are updated.
+            vectors: In visiting order.
+            first: Number of the first vector of each worker in the epoch.
+            random: Draws for rules that are randomized.
+            sharded: Ranks hold columns and sign together.
+        """
+        assert state.running is not None
+        count, workers, _ = vectors.shape
+        draws: Floats = np.broadcast_to(np.float64(0), (count, workers))
+        if self.rule.randomized:
+            # Always the whole epoch: which draw a vector gets must not depend on how many vectors
+            # come in one call, nor on vectors that were missed.
+            total = state.length // self.steps_per_vector
+            draws = random.draws(total, workers, state.epoch)[first : first + count]
+        if self.shared:
+            vectors, draws = vectors.flatten(0, 1).unsqueeze(0), draws.reshape(1, -1)
+        else:
+            vectors, draws = vectors.transpose(0, 1), draws.T
+        unsigned = Unsigned(vectors, state.running, self.rule, draws, state.carry)
+        if sharded:
+            signed = yield from balance_sharded(unsigned, step=workers if self.shared else 1)
+        else:
+            signed = balance(unsigned)
+        state.running, state.carry = signed.running, signed.carry
+        return signed.signs.view(-1, workers) if self.shared else signed.signs.T
+
     def reorder(
         self, orders: list[Tensor], state: SignState, epoch: int, random: SeededRandom
     ) -> list[Tensor]:
         """Move each unit to its side."""
         state.sync_sides()
-        return reorder_all(orders, state.sides)
+        sides = state.sides
+        return [reorder(own, sides[: len(own), worker]) for worker, own in enumerate(orders)]

@@ -125,19 +125,6 @@ class UnitSharding:
         return (units.unsqueeze(1) * self.unit + within).flatten()
 
 
-def is_striped(sizes: Sequence[int]) -> bool:
-    """Return whether workers have as many units as striping gives them.
-
-    Args:
-        sizes: Number of units of each worker.
-
-    >>> is_striped((3, 3, 2)), is_striped((3, 2, 3))
-    (True, False)
-    """
-    units, workers = sum(sizes), len(sizes)
-    return list(sizes) == [len(range(worker, units, workers)) for worker in range(workers)]
-
-
 def can_reshard(old: Sequence[int], new: Sequence[int]) -> bool:
     """Return whether orders can be moved from the old workers to another number of new ones.
 
@@ -148,10 +135,15 @@ def can_reshard(old: Sequence[int], new: Sequence[int]) -> bool:
         old: Number of units of each old worker.
         new: Number of units of each new worker.
 
-    >>> can_reshard((3, 3), (2, 2, 2)), can_reshard((3, 3), (3, 3))
-    (True, False)
+    >>> can_reshard((3, 3), (2, 2, 2)), can_reshard((3, 3), (3, 3)), can_reshard((8,), (3, 2, 3))
+    (True, False, False)
     """
-    return len(old) != len(new) and is_striped(old) and is_striped(new)
+
+    def striped(sizes: Sequence[int]) -> bool:
+        units, workers = sum(sizes), len(sizes)
+        return list(sizes) == [len(range(worker, units, workers)) for worker in range(workers)]
+
+    return len(old) != len(new) and striped(old) and striped(new)
 
 
 def sequence(orders: Sequence[Tensor], first: int = 0, length: int | None = None) -> Tensor:
