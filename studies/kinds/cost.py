@@ -112,7 +112,7 @@ def _measure(settings: Mapping[str, Any], device: torch.device) -> list[dict[str
         return _predict(_setting(settings))
     dim = settings["dim"]
     if case == "signs":
-        return bench_signs([workers], [dim], device)
+        return bench_signs(workers, dim, device)
     if case == "coordination":
         call: tuple[Any, ...] = (bench_coordination, workers, dim, repeats)
     else:

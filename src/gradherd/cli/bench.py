@@ -98,8 +98,11 @@ class BenchSignsCommand(_BenchCommand):
         from gradherd.cli.progress import counted_loop
         from gradherd.lab.bench.bench_balancing import bench_signs
 
+        rows: Rows = []
         with counted_loop(len(self.workers) * len(self.dim), "sizes") as advance:
-            rows = bench_signs(self.workers, self.dim, device, advance)
+            for dim, count in product(self.dim, self.workers):
+                rows += bench_signs(count, dim, device)
+                advance()
         self._print("signs", device, rows)
 
 
@@ -150,12 +153,9 @@ class BenchRowsCommand(_BenchCommand):
     def run(self) -> None:
         """Measure."""
         device = usable_device(self.device)
-        from gradherd.cli.progress import counted_loop
         from gradherd.lab.bench.bench_rows import bench_rows
 
-        with counted_loop(5, "cases") as advance:
-            rows = bench_rows(self.params, self.batch, device, advance)
-        self._print("rows", device, rows)
+        self._print("rows", device, bench_rows(self.params, self.batch, device))
 
 
 @dataclass(frozen=True, kw_only=True)

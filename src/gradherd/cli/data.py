@@ -55,14 +55,10 @@ class DataListCommand:
 
     def _entry(self, name: str) -> dict[str, Any]:
         local = find_local(name, self.data_dir)
-        return {
-            "name": name,
-            "title": DATASETS[name].title,
-            "tasks": tasks_of(name),
-            "found": str(local.folder) if local else None,
-            "form": local.form.name if local else None,
-            "advice": None if local else _how_to_get(name),
-        }
+        download = f"gradherd data get {name}, or " if DATASETS[name].downloads else ""
+        advice = f"{download}{DATASETS[name].by_hand} into one of the folders"
+        about = {"name": name, "title": DATASETS[name].title, "tasks": tasks_of(name)}
+        return {**about, **_place(local), "advice": None if local else advice}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,12 +79,14 @@ class DataGetCommand:
 
     def run(self) -> None:
         """Download the data set."""
-        from gradherd.lab.tasks.download import DownloadError
+        from gradherd.cli.progress import ProgressBar, is_quiet
+        from gradherd.lab.tasks.download import DownloadError, download_dataset
 
         # A shell expands ~ only at the start of a word, not in --data-dir=~/data.
         root = (self.data_dir or cache_dir()).expanduser()
         try:
-            local = self._fetch(root)
+            with ProgressBar(quiet=is_quiet(False)) as bar:
+                local = download_dataset(DATASETS[self.set], root, bar.at)
         except DownloadError as error:  # the call was right and the network failed
             raise CommandFailed(str(error)) from None
         paths = list(local.paths.values())
@@ -99,13 +97,6 @@ class DataGetCommand:
             print_json({"name": self.set, "folder": folder, "files": files, "bytes": size})
         else:
             print(f"{self.set}: {len(paths)} files, {size:,} bytes in {local.folder}, checked")
-
-    def _fetch(self, root: Path) -> LocalDataSet:
-        from gradherd.cli.progress import ProgressBar, is_quiet
-        from gradherd.lab.tasks.download import download_dataset
-
-        with ProgressBar(quiet=is_quiet(False)) as bar:
-            return download_dataset(DATASETS[self.set], root, bar.at)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,13 +143,7 @@ class DataCheckCommand:
         except ValueError as error:  # the package that reads it is not installed
             status, problem = "unchecked", str(error)
         advance()
-        return {
-            "name": name,
-            "status": status,
-            "found": None if local is None else str(local.folder),
-            "form": None if local is None else local.form.name,
-            "problem": problem,
-        }
+        return {"name": name, "status": status, **_place(local), "problem": problem}
 
 
 def _searched(data_dir: Path | None) -> str:
@@ -177,6 +162,8 @@ def tasks_of(name: str) -> list[str]:
     return [task for task, data in TASK_DATA.items() if name in data]
 
 
-def _how_to_get(name: str) -> str:
-    download = f"gradherd data get {name}, or " if DATASETS[name].downloads else ""
-    return f"{download}{DATASETS[name].by_hand} into one of the folders"
+def _place(local: LocalDataSet | None) -> dict[str, str | None]:
+    """Return where a data set is, in which form."""
+    if local is None:
+        return {"found": None, "form": None}
+    return {"found": str(local.folder), "form": local.form.name}

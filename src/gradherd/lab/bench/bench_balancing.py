@@ -13,7 +13,7 @@ Letters: P vectors, D dimension.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -63,25 +63,8 @@ def published_loop(vectors: Tensor, running: Tensor) -> list[bool]:
     return signs
 
 
-def bench_signs(
-    workers: Sequence[int],
-    dims: Sequence[int],
-    device: torch.device,
-    progress: Callable[[], None] = lambda: None,
-) -> Rows:
-    """Measure every case of signs at every size; each worker contributes one pair difference.
-
-    `workers` are numbers of vectors, P, `dims` their sizes, D; `progress` is called after each.
-    """
-    rows: Rows = []
-    for dim in dims:
-        for count in workers:
-            rows += _sign_rows(count, dim, device)
-            progress()
-    return rows
-
-
-def _sign_rows(count: int, dim: int, device: torch.device) -> Rows:
+def bench_signs(count: int, dim: int, device: torch.device) -> Rows:
+    """Measure every case of signs; each of `count` workers contributes one pair difference."""
     generator = torch.Generator(device).manual_seed(0)
     vectors = torch.randn(1, count, dim, generator=generator, device=device)
     # The time of a sign does not depend on values, so the sum may start at zero.

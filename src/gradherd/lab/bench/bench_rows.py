@@ -7,8 +7,6 @@ projects each of them to 256 elements without forming it. The ceiling is
 `plain`: gradherd reads its rows off a backward pass that happens anyway.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
@@ -69,25 +67,22 @@ class RowsBench:
 
         vmap(grad(loss), in_dims=(None, 0, 0))(weights, self.x, self.y)
 
+    def rows(self, capture: Capture) -> Tensor:
+        """Read the rows of all examples off a backward pass."""
+        self.plain()
+        return capture.pop_rows(len(self.x))
+
     def exact(self, capture: Capture) -> None:
         """Form the gradients, and compute what balancing needs."""
-        self.plain()
-        rows = capture.pop_rows(len(self.x))
+        rows = self.rows(capture)
         rows @ self.running[0]
         self.signs @ rows
 
-    def sketch(self, capture: Capture) -> None:
-        """Project every gradient to a few elements."""
-        self.plain()
-        capture.pop_rows(len(self.x))
 
-
-def bench_rows(
-    params: int, batch: int, device: torch.device, progress: Callable[[], None] = lambda: None
-) -> Rows:
+def bench_rows(params: int, batch: int, device: torch.device) -> Rows:
     """Measure every case on an MLP of about `params` parameters.
 
-    `peak_bytes` of a row is memory on top of model and batch; `progress` is called after each case.
+    `peak_bytes` of a row is memory on top of model and batch.
     """
     # Models of their own for the cases that read rows: hooks would slow down the others.
     plain, exact, sketch = (RowsBench(params, batch, device) for _ in range(3))
@@ -104,12 +99,11 @@ def bench_rows(
             "vmap": plain.vmap,
             "loop": plain.loop,
             "exact": lambda: exact.exact(exact_rows),
-            "sketch": lambda: sketch.sketch(sketches),
+            "sketch": lambda: sketch.rows(sketches),
         },
         device,
         at_least=1.0,
         setup=reset,
-        progress=progress,
         workers=1,
         dim=plain.size,
         batch=batch,

@@ -21,13 +21,11 @@ def measure_cases(
     *,
     at_least: float = 0.3,
     setup: Callable[[], object] = lambda: None,
-    progress: Callable[[], None] = lambda: None,
     **shared: Any,
 ) -> Rows:
     """Measure cases one after the other, and return a row for each.
 
-    `at_least` and `setup` are those of `median_seconds`, `shared` is what `make_rows` takes;
-    `progress` is called after each case.
+    `at_least` and `setup` are those of `median_seconds`, `shared` is what `make_rows` takes.
     """
     seconds: dict[str, float] = {}
     peaks: dict[str, int | None] = {}
@@ -35,7 +33,6 @@ def measure_cases(
         setup()
         peaks[case] = peak_memory(fn, device)
         seconds[case] = median_seconds(fn, device, at_least=at_least, setup=setup)
-        progress()
     return make_rows(seconds, peaks, **shared)
 
 
@@ -92,20 +89,15 @@ def elapsed_seconds(fn: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - begin
 
 
-def medians_in_turns(
-    cases: Mapping[str, Callable[[], float]],
-    repeats: int,
-    progress: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
-    """Return the median of each case, measured in turns so that noise hits all alike.
+def medians_in_turns(cases: Mapping[str, Callable[[], float]], repeats: int) -> dict[str, float]:
+    """Return the median of each case, a function that measures once.
 
-    A case is a function that measures once; `progress` is called after each measurement.
+    Cases take turns, so that noise hits all alike.
     """
     times: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeats):
         for name, measure in cases.items():
             times[name].append(measure())
-            progress()
     return {name: statistics.median(values) for name, values in times.items()}
 
 

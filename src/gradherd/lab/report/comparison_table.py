@@ -1,9 +1,10 @@
 """A comparison as a table for page and terminal, and as JSON for programs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from gradherd.lab.report.arms import ArmSummary
 from gradherd.lab.report.comparison import ArmPair, Comparison
 from gradherd.lab.report.stats import MeanStd, PairedDifference
 from gradherd.lab.report.verdicts import all_verdicts, decimal_places
@@ -44,26 +45,44 @@ def comparison_table(comparison: Comparison) -> ComparisonTable:
 
     It has a column of densities only if an arm is sparse.
     """
-    late = any(pair.late_loss is not None for pair in comparison.pairs)
-    columns: dict[str, Callable[[Comparison], list[TableCell]]] = {
-        "arm": lambda c: [TableCell(text=arm.label) for arm in c.arms],
-        "seeds": _seeds,
-        "final loss": lambda c: _means(c, [arm.final_loss for arm in c.arms]),
-        comparison.metric_name: lambda c: _means(
-            c, [arm.final_metric for arm in c.arms], lower=not c.higher_is_better
+    arms, pairs = comparison.arms, comparison.pairs
+    late = any(pair.late_loss is not None for pair in pairs)
+    # No seconds are marked best where clocks cannot be compared.
+    same_clock = all(p.same_clock for p in pairs if p.arm.used and p.reference.used)
+
+    def means(values: Sequence[MeanStd], *, lower: bool = True) -> list[TableCell]:
+        counts = [len(arm.seeds) for arm in arms]
+        texts = [mean_and_std(one.mean, one.std, n) for one, n in zip(values, counts, strict=True)]
+        return _cells(texts, [one.mean for one in values], lower=lower)
+
+    def seconds(values: Sequence[float | None]) -> list[TableCell]:
+        texts = [NONE if value is None else in_seconds(value) for value in values]
+        return _cells(texts, values if same_clock else [])
+
+    def sent(values: Sequence[float | None]) -> list[TableCell]:
+        return _cells([NONE if value is None else in_bytes(value) for value in values], values)
+
+    columns = {
+        "arm": [TableCell(text=arm.label) for arm in arms],
+        "seeds": [_seeds(arm) for arm in arms],
+        "final loss": means([arm.final_loss for arm in arms]),
+        comparison.metric_name: means(
+            [arm.final_metric for arm in arms], lower=not comparison.higher_is_better
         ),
-        f"loss − baseline{', last half' if late else ''}": _loss_difference,  # noqa: RUF001
-        "metric − baseline": lambda c: [_difference(p, p.metric, c) for p in c.pairs],  # noqa: RUF001
-        "epochs to baseline's final loss": _epochs_to,
-        "seconds to reach it": lambda c: _seconds([p.seconds_to for p in c.pairs], c),
-        "bytes to reach it": lambda c: _bytes([p.bytes_to for p in c.pairs]),
-        "total seconds": lambda c: _seconds([arm.seconds for arm in c.arms], c),
-        "total bytes": lambda c: _bytes([arm.bytes for arm in c.arms]),
+        f"loss − baseline{', last half' if late else ''}": [  # noqa: RUF001
+            _loss_difference(pair, late) for pair in pairs
+        ],
+        "metric − baseline": [_difference(pair, pair.metric) for pair in pairs],  # noqa: RUF001
+        "epochs to baseline's final loss": _epochs_to(pairs),
+        "seconds to reach it": seconds([pair.seconds_to for pair in pairs]),
+        "bytes to reach it": sent([pair.bytes_to for pair in pairs]),
+        "total seconds": seconds([arm.seconds for arm in arms]),
+        "total bytes": sent([arm.bytes for arm in arms]),
     }
-    if any(arm.density is not None for arm in comparison.arms):
-        columns["density"] = _density
-    cells = [make(comparison) for make in columns.values()]
-    return ComparisonTable(columns=tuple(columns), rows=tuple(zip(*cells, strict=True)))
+    if any(arm.density is not None for arm in arms):
+        columns["density"] = [_density(arm) for arm in arms]
+    rows = tuple(zip(*columns.values(), strict=True))
+    return ComparisonTable(columns=tuple(columns), rows=rows)
 
 
 def best_of(values: Sequence[float | None], *, lower: bool = True) -> set[int]:
@@ -80,25 +99,6 @@ def best_of(values: Sequence[float | None], *, lower: bool = True) -> set[int]:
     return {index for index, value in enumerate(values) if value == best}
 
 
-def _seeds(comparison: Comparison) -> list[TableCell]:
-    cells = []
-    for arm in comparison.arms:
-        # Runs that ended before the others' last epoch; a reader must know that means lack them.
-        left_out = len(arm.runs) - len(arm.used)
-        more = [f"{left_out} left out"] if left_out else []
-        more += [] if arm.finished else [f"epoch {arm.epochs}", f"of {arm.planned}"]
-        cells.append(TableCell(text=str(len(arm.seeds)), more=tuple(more)))
-    return cells
-
-
-def _means(
-    comparison: Comparison, means: Sequence[MeanStd], *, lower: bool = True
-) -> list[TableCell]:
-    counts = [len(arm.seeds) for arm in comparison.arms]
-    texts = [mean_and_std(one.mean, one.std, n) for one, n in zip(means, counts, strict=True)]
-    return _cells(texts, [one.mean for one in means], lower=lower)
-
-
 def _cells(
     texts: Sequence[str], values: Sequence[float | None], *, lower: bool = True
 ) -> list[TableCell]:
@@ -107,24 +107,26 @@ def _cells(
     return [TableCell(text=text, best=index in best) for index, text in enumerate(texts)]
 
 
-def _loss_difference(comparison: Comparison) -> list[TableCell]:
+def _seeds(arm: ArmSummary) -> TableCell:
+    # Runs that ended before the others' last epoch; a reader must know that means lack them.
+    left_out = len(arm.runs) - len(arm.used)
+    more = [f"{left_out} left out"] if left_out else []
+    more += [] if arm.finished else [f"epoch {arm.epochs}", f"of {arm.planned}"]
+    return TableCell(text=str(len(arm.seeds)), more=tuple(more))
+
+
+def _loss_difference(pair: ArmPair, some_late: bool) -> TableCell:
+    # The steadier of the two differences; the verdict rests on it as well.
+    cell = _difference(pair, pair.late_loss or pair.loss)
     # In one column both kinds may occur; the rarer one is named in its cell.
-    some_late = any(pair.late_loss is not None for pair in comparison.pairs)
-    cells = []
-    for pair in comparison.pairs:
-        # The steadier of the two differences; the verdict rests on it as well.
-        cell = _difference(pair, pair.late_loss or pair.loss, comparison)
-        if some_late and pair.late_loss is None and pair.loss is not None:
-            epoch = "the last epoch" if pair.loss.epoch is None else f"epoch {pair.loss.epoch}"
-            cell = replace(cell, more=(f"after {epoch}", *cell.more))
-        cells.append(cell)
-    return cells
+    if some_late and pair.late_loss is None and pair.loss is not None:
+        epoch = "the last epoch" if pair.loss.epoch is None else f"epoch {pair.loss.epoch}"
+        cell = replace(cell, more=(f"after {epoch}", *cell.more))
+    return cell
 
 
-def _difference(
-    pair: ArmPair, difference: PairedDifference | None, comparison: Comparison
-) -> TableCell:
-    if pair.arm is comparison.baseline:
+def _difference(pair: ArmPair, difference: PairedDifference | None) -> TableCell:
+    if pair.arm is pair.reference:
         return TableCell(text="baseline")
     if difference is None:
         common = len(pair.common_seeds)
@@ -142,55 +144,29 @@ def _difference(
     return TableCell(text=text, more=(f"{low} to {high}", p_value(difference.p), *flips))
 
 
-def _epochs_to(comparison: Comparison) -> list[TableCell]:
-    texts = []
-    for pair in comparison.pairs:
-        text = "never" if pair.epochs_to is None else str(pair.epochs_to)
-        if pair.epochs_to is None and any(pair.epochs_to_by_seed) and len(pair.arm.seeds) > 1:
-            text = "not on average"  # single seeds got there, as the small print says
-        texts.append(text)
-    cells = _cells(texts, [pair.epochs_to for pair in comparison.pairs])
-    return [
-        replace(cell, more=_range_by_seed(pair))
-        for cell, pair in zip(cells, comparison.pairs, strict=True)
-    ]
+def _epochs_to(pairs: Sequence[ArmPair]) -> list[TableCell]:
+    best, cells = best_of([pair.epochs_to for pair in pairs]), []
+    for at, pair in enumerate(pairs):
+        # The mean over seeds may reach the goal earlier than some runs, and later than others.
+        by_seed = pair.epochs_to_by_seed
+        known = [epoch for epoch in by_seed if epoch is not None]
+        has_goal = pair.reference.final_loss.mean is not None
+        text, more = "never" if pair.epochs_to is None else str(pair.epochs_to), [""]
+        if len(by_seed) > 1 and pair.arm is not pair.reference and has_goal:
+            text = "not on average" if pair.epochs_to is None and known else text
+            span = " to ".join(map(str, sorted({min(known), max(known)}))) if known else ""
+            never = len(by_seed) - len(known)
+            # No seed may have got there, and yet the mean: one low run is enough for that.
+            more = [f"by seed {span}", f"{never} never" if never else ""] if known else ["no seed"]
+        cells.append(TableCell(text=text, more=tuple(filter(None, more)), best=at in best))
+    return cells
 
 
-def _range_by_seed(pair: ArmPair) -> tuple[str, ...]:
-    """Return the range of epochs after which single seeds got there."""
-    # The mean over seeds may reach the goal earlier than some runs, and later than others.
-    epochs = pair.epochs_to_by_seed
-    if len(epochs) < 2 or pair.arm is pair.reference or pair.reference.final_loss.mean is None:
-        return ()
-    known = [epoch for epoch in epochs if epoch is not None]
-    if not known:  # and yet the mean may have: one low run is enough for that
-        return ("no seed",)
-    never = len(epochs) - len(known)
-    span = str(known[0]) if min(known) == max(known) else f"{min(known)} to {max(known)}"
-    return (f"by seed {span}", *([f"{never} never"] if never else []))
-
-
-def _bytes(values: Sequence[float | None]) -> list[TableCell]:
-    return _cells([NONE if value is None else in_bytes(value) for value in values], values)
-
-
-def _seconds(values: Sequence[float | None], comparison: Comparison) -> list[TableCell]:
-    """Return seconds; none is marked best where clocks cannot be compared."""
-    cells = _cells([NONE if value is None else in_seconds(value) for value in values], values)
-    used = [pair for pair in comparison.pairs if pair.arm.used and pair.reference.used]
-    if all(pair.same_clock for pair in used):
-        return cells
-    return [replace(cell, best=False) for cell in cells]
-
-
-def _density(comparison: Comparison) -> list[TableCell]:
-    return [
-        TableCell(
-            text=NONE if arm.mean_density is None else f"{arm.mean_density:.3g}",
-            more=() if arm.padding is None else ("padding", f"{arm.padding:.2f}"),
-        )
-        for arm in comparison.arms
-    ]
+def _density(arm: ArmSummary) -> TableCell:
+    return TableCell(
+        text=NONE if arm.mean_density is None else f"{arm.mean_density:.3g}",
+        more=() if arm.padding is None else ("padding", f"{arm.padding:.2f}"),
+    )
 
 
 def comparison_json(comparison: Comparison, report: str | None) -> dict[str, Any]:

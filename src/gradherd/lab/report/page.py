@@ -98,8 +98,9 @@ def _section(name: str, comparison: Comparison, files: Mapping[int, str]) -> dic
             for arm, style in zip(comparison.arms, styles, strict=True)
         ],
         "charts": charts_of(comparison),
-        "settings": provenance.settings_rows(comparison.arms),
-        "environment": provenance.environment_rows(comparison.arms),
+        "settings": provenance.merged_rows(comparison.arms, "config"),
+        "environment": provenance.merged_rows(comparison.arms, "versions")
+        + provenance.merged_rows(comparison.arms, "hardware"),
         "runs": provenance.run_rows(comparison.arms, files),
         "by_epoch": provenance.epoch_rows(comparison.arms),
     }

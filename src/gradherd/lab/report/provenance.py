@@ -136,40 +136,27 @@ def _skipped(arms: Sequence[ArmSummary]) -> Iterator[str]:
             yield (f"{arm.label}: {counted(skipped, 'step')} skipped: a gradient was not finite.")
 
 
-def settings_rows(arms: Sequence[ArmSummary]) -> Rows:
-    """Return [name, value] of all settings; values that differ are listed with their arms."""
-    return _merge([(arm.label, run.config) for arm in arms for run in arm.runs])
+def merged_rows(arms: Sequence[ArmSummary], field: str) -> Rows:
+    """Return [name, value] of runs' config, versions or hardware.
 
-
-def environment_rows(arms: Sequence[ArmSummary]) -> Rows:
-    """Return [name, value] of versions and hardware."""
-    runs = [(arm.label, run) for arm in arms for run in arm.runs]
-    return [
-        *_merge([(label, run.versions) for label, run in runs]),
-        *_merge([(label, _with_unit(run.hardware)) for label, run in runs]),
-    ]
-
-
-def _merge(values_by_arm: Sequence[tuple[str, Mapping[str, Any]]]) -> Rows:
+    Values that differ are listed with their arms.
+    """
+    runs = [(arm.label, getattr(run, field)) for arm in arms for run in arm.runs]
     rows = []
-    for name in dict.fromkeys(name for _, values in values_by_arm for name in values):
+    for name in dict.fromkeys(name for _, values in runs for name in values):
         # Dicts instead of sets keep the order of first appearance, so that pages are reproducible.
-        arms: dict[str, dict[str, None]] = {}
-        for label, values in values_by_arm:
-            arms.setdefault(setting_text(values.get(name)), {})[label] = None
-        if len(arms) == 1 or name in COMPARED:  # The tables above list the arms of these.
-            rows.append([printable(name), ", ".join(arms)])
+        labels: dict[str, dict[str, None]] = {}
+        for label, values in runs:
+            value = values.get(name)
+            if name == "memory_bytes" and isinstance(value, int | float):
+                value = in_bytes(value)
+            labels.setdefault(setting_text(value), {})[label] = None
+        if len(labels) == 1 or name in COMPARED:  # The tables above list the arms of these.
+            rows.append([printable(name), ", ".join(labels)])
         else:
-            words = [f"{value} ({listed(list(labels))})" for value, labels in arms.items()]
+            words = [f"{value} ({listed(list(some))})" for value, some in labels.items()]
             rows.append([printable(name), "; ".join(words)])
     return rows
-
-
-def _with_unit(hardware: Mapping[str, Any]) -> dict[str, Any]:
-    memory = hardware.get("memory_bytes")
-    if not isinstance(memory, int | float):
-        return dict(hardware)
-    return {**hardware, "memory_bytes": in_bytes(memory)}
 
 
 def run_rows(arms: Sequence[ArmSummary], files: Mapping[int, str]) -> tuple[list[str], Rows]:
