@@ -45,12 +45,13 @@ class RankError(RuntimeError):
 
     Args:
         message: With the traceback of that rank, if it left one.
-        reason: The same in one line, for a command line that prints no tracebacks.
+        reason: The same in one line, for a command line that prints no tracebacks; None if the
+            message is one.
     """
 
-    def __init__(self, message: str, reason: str) -> None:
+    def __init__(self, message: str, reason: str | None = None) -> None:
         super().__init__(message)
-        self.reason = reason
+        self.reason = message if reason is None else reason
         """The same in one line."""
 
     # Exceptions are pickled by their `args`, which hold the message only.
@@ -309,10 +310,10 @@ def _failure(folder: Path, processes: Sequence[BaseProcess]) -> RankError:
             cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             died, stacks = f"rank {rank} died: {cause}", folder / f"stacks-{rank}"
             where = stacks.read_text().strip() if stacks.exists() else ""
-            return RankError(f"{died}\n{where}", died) if where else _one_line_error(died)
+            return RankError(f"{died}\n{where}".rstrip(), died)
     reports = [(path.stem, *path.read_text().split("\n", 2)) for path in folder.glob("*.error")]
     if not reports:
-        return _one_line_error("a rank ended without a result and without an error")
+        return RankError("a rank ended without a result and without an error")
     name, _, reason, report = min(reports, key=lambda report: int(report[1]))
     silent = [r for r in range(len(processes)) if not list(folder.glob(f"{r}.*"))]
     stuck = [rank for rank in silent if processes[rank].is_alive()]
@@ -321,7 +322,3 @@ def _failure(folder: Path, processes: Sequence[BaseProcess]) -> RankError:
         hang = f"rank {stuck[0]} does not answer: rank {name} timed out waiting for it"
         return RankError(f"{hang}:\n{report}", f"{hang} ({reason})")
     return RankError(f"rank {name} failed:\n{report}", reason)
-
-
-def _one_line_error(text: str) -> RankError:
-    return RankError(text, text)

@@ -17,7 +17,7 @@ import torch
 from gradherd.comm.world import World
 from gradherd.lab.study.file import Study
 from gradherd.lab.study.results import describe_run, to_columns
-from gradherd.lab.tasks.registry import find_task, import_file
+from gradherd.lab.tasks.registry import class_in_file, find_task
 from gradherd.lab.tasks.task import load_split
 from gradherd.lab.text import check_known
 from gradherd.lab.train.config import RunConfig, run_settings
@@ -194,7 +194,7 @@ def kind_of(study: Study) -> StudyKind:
         ValueError: There is no such kind, or no such method.
     """
     for name, home in study.methods.items():
-        own = _own_class(home, study.folder, f"method {name!r}", Selector, Policy)
+        own = _own_class(task_path(home, study.folder), f"method {name!r}", Selector, Policy)
         registry: Any = SPARSIFIERS if issubclass(own, Selector) else POLICIES
         if registry.setdefault(name, own) is not own:
             raise ValueError(f"method {name!r}: there is another one of that name")
@@ -202,21 +202,12 @@ def kind_of(study: Study) -> StudyKind:
         check_known("kind", study.kind, (*KINDS, "path/to/file.py:ClassName"))
         return KINDS[study.kind]
     what = f"kind {study.kind!r}"
-    made: StudyKind = _own_class(study.kind, study.folder, what, StudyKind)()
+    made: StudyKind = _own_class(task_path(study.kind, study.folder), what, StudyKind)()
     return made
 
 
-@functools.cache
-def _own_class(home: str, folder: Path, what: str, *bases: type) -> Any:
-    """Return the class `path/to/file.py:ClassName` that a study brings along."""
-    file, _, name = task_path(home, folder).rpartition(":")
-    if not Path(file).is_file():
-        raise ValueError(f"{what}: there is no file {file!r}")
-    found = getattr(import_file(Path(file), what), name, None)
-    if not (isinstance(found, type) and issubclass(found, bases)):
-        kinds = " or ".join(base.__name__ for base in bases)
-        raise ValueError(f"{what}: {file!r} has no {kinds} {name!r}")
-    return found
+# A file is executed once: its classes would differ each time.
+_own_class = functools.cache(class_in_file)
 
 
 def task_path(task: str, folder: Path) -> str:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from gradherd.lab.tasks.data_files import expand_user, is_file
 from gradherd.lab.tasks.digits import Digits, DigitsMLP
@@ -45,17 +46,31 @@ def find_task(name: str) -> Task:
     return as_task(TASKS[name]())
 
 
-def _from_file(name: str) -> Task:
+def class_in_file(name: str, what: str, *bases: type) -> Any:
+    """Return the class that `path/to/file.py:ClassName` names.
+
+    Args:
+        name: The file, which is executed, and the class.
+        what: What it is in errors.
+        *bases: It must inherit from one of these, if there are any.
+    """
     # The last colon: the path may hold others.
     file, _, class_name = name.rpartition(":")
     path = expand_user(Path(file))
     if not is_file(path):
-        raise ValueError(f"task {name!r}: there is no file {file!r}")
-    make = None
+        raise ValueError(f"{what}: there is no file {file!r}")
+    found = None
     if class_name.isidentifier():  # An invalid name executes nothing.
-        make = getattr(import_file(path, f"task {name!r}"), class_name, None)
-    if not callable(make):
-        raise ValueError(f"task {name!r}: {printable(file, 200)} has no class {class_name!r}")
+        found = getattr(import_file(path, what), class_name, None)
+    fits = isinstance(found, type) and issubclass(found, bases) if bases else callable(found)
+    if not fits:
+        kind = " or ".join(base.__name__ for base in bases) or "class"
+        raise ValueError(f"{what}: {printable(file, 200)} has no {kind} {class_name!r}")
+    return found
+
+
+def _from_file(name: str) -> Task:
+    make, class_name = class_in_file(name, f"task {name!r}"), name.rpartition(":")[2]
     try:
         # Anything may be raised: it is the code of a user.
         task = make()

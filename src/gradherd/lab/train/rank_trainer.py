@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from gradherd.comm.checks import TrainingDiverged
 from gradherd.comm.collectives import all_gather, broadcast
@@ -50,17 +50,8 @@ from gradherd.ordering.sampler import OrderedSampler
 log = logging.getLogger("gradherd")
 
 
-class InMemoryDataset(Dataset[Tensors]):
+class InMemoryDataset(TensorDataset):
     """Examples in memory; a DataLoader fetches a whole batch with one index."""
-
-    def __init__(self, tensors: Tensors) -> None:
-        self.tensors = tensors
-
-    def __len__(self) -> int:
-        return len(self.tensors[0])
-
-    def __getitem__(self, index: int) -> Tensors:
-        return tuple(tensor[index] for tensor in self.tensors)
 
     def __getitems__(self, indices: list[int]) -> Tensors:
         """Return a batch; a DataLoader calls this instead of `__getitem__` if it exists."""
@@ -140,7 +131,7 @@ class RankTrainer:
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._examples = EpochExamples(config, task, self._split.train)
         self._loss = TrainingLoss(config, task, len(split.train[0]), workers=1)
-        dataset = InMemoryDataset(self._examples.tensors)
+        dataset = InMemoryDataset(*self._examples.tensors)
         self.sampler = OrderedSampler(
             dataset,
             config.order,

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.grad import conv2d_input
 
 
 class _PatchConvFunction(torch.autograd.Function):
@@ -34,9 +33,25 @@ class _PatchConvFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         images, weight = ctx.saved_tensors
+        stride, padding, dilation = ctx.settings
         grad_images = None
         if ctx.needs_input_grad[0]:
-            grad_images = conv2d_input(images.shape, weight, grad_output, *ctx.settings)
+            # Rows and columns at the border that no output covers have no gradient.
+            spans = [
+                (out - 1) * step - 2 * pad + gap * (k - 1) + 1
+                for out, step, pad, gap, k in zip(
+                    grad_output.shape[-2:],
+                    stride,
+                    padding,
+                    dilation,
+                    weight.shape[-2:],
+                    strict=True,
+                )
+            ]
+            uncovered = [size - span for size, span in zip(images.shape[-2:], spans, strict=True)]
+            grad_images = F.conv_transpose2d(
+                grad_output, weight, None, stride, padding, uncovered, dilation=dilation
+            )
         patches = _patches(images, weight.shape[-2:], grad_output.shape[-2:], *ctx.settings)
         # (B, C', H' W') by (B, H' W', C k k), summed over B.
         grad_weight = (grad_output.flatten(2) @ patches.mT).sum(0).view(weight.shape)
