@@ -73,7 +73,7 @@ stress: $(STAMP) ## Kill runs 200 times, change their ranks, 10,000 damaged file
 	@$(BIN)/python -m tests.stress.fuzz --inputs 10000
 
 TASK ?= digits-mlp
-chaos: $(STAMP) ## Let nine faults happen to a task (TASK=my_task.py:MyTask) on local ranks, trained in three ways
+chaos: $(STAMP) ## Let nine faults happen to a task (TASK=my_task.py:MyTask) on local ranks, trained in four ways
 	@$(BIN)/python -m benchmarks.chaos $(TASK)
 
 versions: $(STAMP) ## Run a suite with several versions of torch, each in an environment of its own

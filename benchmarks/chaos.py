@@ -30,11 +30,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, TensorDataset
 
+import gradherd as gh
 from gradherd.comm.world import World
-from gradherd.hooks.state import unpack
+from gradherd.hooks.state import pack, unpack
 from gradherd.lab.ranks import RankError, run_ranks
 from gradherd.lab.tasks.registry import find_task
+from gradherd.lab.tasks.task import load_split
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.loop import Progress
 from gradherd.lab.train.runner import CHECKPOINT_FOLDER, CheckpointOptions, run_all
@@ -44,8 +57,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "cd-grab": {"order": "cd-grab"},
     "exdyna": {"sparsify": "exdyna", "density": 0.05},
     "local-1bit": {"local_steps": 4},
+    "fsdp2": {"order": "cd-grab"},
 }
-"""Ways of training, as settings of a run."""
+"""Ways of training, as settings of a run; that of FSDP2 is a loop of one's own."""
+NOT_FOR = {"fsdp2": ("damage",)}
+"""Faults that no way promises anything about: torch's checkpoints have no checksums."""
 PEER_TIMEOUT = 20.0
 """Seconds that a rank waits for its peers."""
 STOPPED = 3.0
@@ -156,15 +172,85 @@ def train(
     config: RunConfig, out: Path, every: int, resume: bool, strike: Strike | None = None
 ) -> tuple[str, float | None, list[str]]:
     """Train on this rank; return how it ended, its last loss, and what it said."""
-    world, said = World.detect(), list[str]()
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("gradherd").addHandler(handler)
+    world, said = World.detect(), heard()
     saving = CheckpointOptions(every=every, resume=resume)
     (record,) = run_all(
         [config], world, out=out, saving=saving, progress=Striker(strike, world.rank)
     )
     return record.status, record.epochs[-1].train_loss if record.epochs else None, said
+
+
+def train_sharded(
+    config: RunConfig, out: Path, every: int, resume: bool, strike: Strike | None = None
+) -> tuple[str, float | None, list[str]]:
+    """Do what `train` does with a model in shards, whose checkpoints are torch's."""
+    world, said, progress = World.detect(), heard(), Striker(strike, dist.get_rank())
+    task = find_task(config.task)
+    train = load_split(task, None, config.limit).train
+    torch.manual_seed(config.seed)
+    model, data = task.model(), TensorDataset(*train)
+    for layer in model.children():
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer)
+    fully_shard(model)
+    batch = config.batch_size
+    sampler = gh.OrderedSampler(data, config.order, batch_size=batch, unit=batch, seed=config.seed)
+    loader = DataLoader(data, batch_size=batch, sampler=sampler)
+    herd = gh.attach(model, order=sampler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum)
+    loss_of, at = TrainingLoss(config, task, len(data), 1), torch.zeros(2, dtype=torch.long)
+    folder, ranks = out / CHECKPOINT_FOLDER, torch.tensor([world.size])
+    total = math.nan
+    if resume:
+        newest = newest_checkpoint(out)
+        dcp.load({"at": at, "ranks": ranks}, checkpoint_id=newest)
+        parts = state_of(model, optimizer)
+        dcp.load({**parts, "herd": herd.stateful(saved_by=int(ranks))}, checkpoint_id=newest)
+        set_state_dict(
+            model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"]
+        )
+        ranks.fill_(world.size)
+    first, step = at.tolist()
+    for epoch in range(first, config.epochs):
+        sampler.set_epoch(epoch)
+        for examples in herd.batches(loader):
+            loss = loss_of(model, *examples)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            total, step = loss.item(), step + 1
+            progress.step()
+            if step % every == 0:
+                at.copy_(torch.tensor([epoch, step]))
+                parts = dict(
+                    zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)
+                )
+                draft, saved = folder / f".step-{step:09d}", folder / f"step-{step:09d}"
+                state = {**parts, "herd": herd.stateful(), "at": at, "ranks": ranks}
+                dcp.save(state, checkpoint_id=draft)
+                if world.rank == 0:
+                    draft.rename(saved)
+                dist.barrier()
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    ended = {"model": get_model_state_dict(model, options=options), "herd": herd.state_dict()}
+    if world.rank == 0:
+        (newest_checkpoint(out) / "end.safetensors").write_bytes(pack(ended))
+    return "done", total, said
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return both states by torch's names, for torch.distributed.checkpoint."""
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments}
+
+
+def heard() -> list[str]:
+    """Return a list that receives all warnings of gradherd from now on."""
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("gradherd").addHandler(handler)
+    return said
 
 
 def numbers(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -251,7 +337,8 @@ class Chaos:
         if ranks != config.workers:
             config = RunConfig(**{**vars(config), "workers": ranks})
         limits = {"timeout": 400.0, "collective_timeout": PEER_TIMEOUT}
-        results = run_ranks(train, ranks, config, out, self._every, resume, strike, **limits)
+        run = train_sharded if self._way == "fsdp2" else train
+        results = run_ranks(run, ranks, config, out, self._every, resume, strike, **limits)
         return results[0][0], results[0][1], [line for _, _, said in results for line in said]
 
     def strike(self, name: str) -> Row:
@@ -347,6 +434,8 @@ def main() -> int:
             )
             chaos = Chaos(way, config, args.every, Path(name) / way, args.seed)
             for fault in args.faults.split(","):
+                if fault in NOT_FOR.get(way, ()):
+                    continue
                 rows.append(chaos.strike(fault))
                 print(f"{'ok ' if rows[-1].kept else 'NOT'} {way}, {fault}: {rows[-1].happened}")
     if args.out is not None:

@@ -50,3 +50,11 @@ def test_a_way_of_training_is_struck(tmp_path):
     struck._expected["step"] = "step-none"
     row = struck.strike("slow")
     assert not row.kept and "1 numbers differ: step" in row.happened
+
+
+def test_a_sharded_way_of_training_is_struck(tmp_path):
+    defaults = find_task("digits").defaults
+    settings = {"workers": 2, "epochs": 2, "limit": 64, "batch_size": 8, "order": "cd-grab"}
+    config = RunConfig.of("digits", defaults, **settings)
+    row = chaos.Chaos("fsdp2", config, 2, tmp_path, seed=0).strike("kill")
+    assert row.kept and "resumed on 2: done; equal to the bit" in row.happened
