@@ -112,8 +112,6 @@ class BatchGradientSource(RowSource):
 
     def __init__(self, model: nn.Module, sketch: SketchRows | None) -> None:
         self._spec = FlatSpec.of(model)
-        self._offsets = dict(zip(self._spec.names, self._spec.offsets, strict=True))
-        self._lengths = dict(zip(self._spec.names, self._spec.numels, strict=True))
         self._sketch = None if sketch is None else CountSketch(sketch.size, sketch.seed)
         self._row: Tensor | None = None
         self._parameters = [p for p in model.parameters() if p.requires_grad]
@@ -175,23 +173,22 @@ class BatchGradientSource(RowSource):
             row = torch._C._nn.flatten_dense_tensors(parts).float()
             for name, grad in zip(self._spec.names, grads, strict=True):
                 if grad is None:  # not used in this backward
-                    begin = self._offsets[name]
-                    row[begin : begin + self._lengths[name]] = 0
+                    row[self._spec.slices[name]] = 0
             if self._sketch is not None:
                 row = self._sketch.long(row)
             return row
 
     def _arrived(self, name: str, grad: Tensor) -> None:
         dense = grad.to_dense() if grad.is_sparse else grad  # Embedding(sparse=True)
-        flat, offset = dense.flatten().float(), self._offsets[name]
+        flat, span = dense.flatten().float(), self._spec.slices[name]
         if self._row is None:
             self._row = flat.new_zeros(self._sketch.size if self._sketch else self._spec.size)
         if self._sketch is None:
-            self._row[offset : offset + len(flat)] += flat
+            self._row[span] += flat
         else:
             # A count sketch is linear, so the sketch of the whole gradient is the sum over
             # parameters.
-            self._row += self._sketch(flat, offset=offset)
+            self._row += self._sketch(flat, offset=span.start)
 
     def take(self, examples: int, loss_scale: float) -> Tensor:
         """Return the one row of the batch."""

@@ -107,7 +107,9 @@ class HerdingWatch:
         kept = slice(self._stride - 1 - step % self._stride, None, self._stride)
         if isinstance(rows, ShardedRows):
             rows = rows.columns  # the bound over this rank's columns
-        values = rows[..., columns(rows.shape[-1], rows.device)].detach().double()
+        if (size := rows.shape[-1]) > _COLUMNS:  # an even selection
+            rows = rows[..., torch.arange(_COLUMNS, device=rows.device) * size // _COLUMNS]
+        values = rows.detach().double()
         if not seen.all():
             values = torch.where(seen.to(values.device).unsqueeze(-1), values, 0)
         by_step, counts = values.sum(1), seen.sum(1)  # (b, c), (b,)
@@ -130,10 +132,3 @@ class HerdingWatch:
             assert self._total is not None
             self.last = (sums - share.unsqueeze(1) * self._total).abs().amax()
         self._begun = False
-
-
-def columns(size: int, device: torch.device) -> Tensor | slice:
-    """Return the columns of a row that prefix sums keep: all, or an even selection."""
-    if size <= _COLUMNS:
-        return slice(None)
-    return torch.arange(_COLUMNS, device=device) * size // _COLUMNS

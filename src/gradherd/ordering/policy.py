@@ -22,7 +22,7 @@ from gradherd.comm.script import Script
 from gradherd.ordering.balance import Unsigned, balance, balance_sharded, reorder
 from gradherd.ordering.device_signs import DeviceSigner
 from gradherd.ordering.random import SeededRandom
-from gradherd.ordering.sign_rules import Floats, Greedy, SignRule, check_rule
+from gradherd.ordering.sign_rules import Floats, Greedy, SignRule
 
 Start = Literal["identity", "random", "computed"]
 """First order of a worker's units: that of the data set, a random permutation, or what `reorder`
@@ -295,7 +295,10 @@ class SignPolicy(Policy):
     """Time steps behind each vector that is signed."""
 
     def __post_init__(self) -> None:
-        check_rule(self.rule)
+        rule: Any = self.rule
+        if not isinstance(rule, SignRule):
+            got = rule.__name__ if isinstance(rule, type) else repr(rule)
+            raise ValueError(f"rule must be a sign rule such as Greedy(), got {got}")
 
     def _begun(self, state: S, previous: S | None, streams: int, vectors: int) -> S:
         """Return a new state, with the rule's carry for so many vectors of each stream."""

@@ -10,8 +10,9 @@ functions, because every rank must decide the same from the same bits.
 """
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,21 +23,14 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 
-def check_rule(rule: object) -> None:
-    """Raise ValueError unless `rule` decides signs; its name alone does not."""
-    if isinstance(rule, type) or not hasattr(rule, "decide"):
-        got = rule.__name__ if isinstance(rule, type) else repr(rule)
-        raise ValueError(f"rule must be a sign rule such as Greedy(), got {got}")
+class SignRule(ABC):
+    """Decides the sign of one vector per stream. Subclasses are frozen dataclasses."""
 
-
-class SignRule(Protocol):
-    """Decides the sign of one vector per stream. Implementations are frozen and final."""
-
-    randomized: ClassVar[bool]
+    randomized: ClassVar[bool] = False
     """Whether `draw` matters; if not, nothing is drawn."""
 
     def start(self, streams: int, total: int, epoch: int) -> Floats:
-        """Return the carry with which an epoch begins.
+        """Return the carry with which an epoch begins; nothing is carried by default.
 
         Args:
             streams: W, the number of independent streams.
@@ -46,8 +40,9 @@ class SignRule(Protocol):
         Returns:
             (C, W) float64; C may be 0.
         """
-        ...
+        return np.empty((0, streams))
 
+    @abstractmethod
     def decide(
         self, inner: Floats, square: Floats, draw: Floats, carry: Floats
     ) -> tuple[Bools, Floats]:
@@ -62,11 +57,10 @@ class SignRule(Protocol):
         Returns:
             (W,) booleans, True for plus, and the new (C, W) carry.
         """
-        ...
 
 
 @dataclass(frozen=True)
-class Greedy:
+class Greedy(SignRule):
     """Take the sign that makes the running sum shorter; a tie goes to plus.
 
     The rule of all published experiments with GraB and CD-GraB. It bounds the sum only by
@@ -76,12 +70,6 @@ class Greedy:
     >>> plus.tolist()
     [True, True, False]
     """
-
-    randomized: ClassVar[bool] = False
-
-    def start(self, streams: int, total: int, epoch: int) -> Floats:
-        """Carry nothing."""
-        return np.empty((0, streams))
 
     def decide(
         self, inner: Floats, square: Floats, draw: Floats, carry: Floats
@@ -93,7 +81,7 @@ class Greedy:
 
 
 @dataclass(frozen=True)
-class Walk:
+class Walk(SignRule):
     """Self-balancing walk: plus with probability (1 - <S, v> / a) / 2, a = c max |v|^2.
 
     Alweiss, Liu, Sawhney, "Discrepancy minimization via a self-balancing walk" (2021): for
@@ -128,7 +116,7 @@ class Walk:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class Kernel(SignRule):
     """Kernel-halving signs (KH-SGD): a threshold that adapts to the vectors seen.
 
     "Low-Rank Thinning" (arXiv:2502.12063). For the i-th vector v of epoch e (both from 1), of
