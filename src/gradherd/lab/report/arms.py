@@ -12,7 +12,7 @@ from pathlib import Path
 
 from gradherd.lab.report.stats import MeanStd, finite, mean_std
 from gradherd.lab.text import printable
-from gradherd.lab.train.record import RECORD_FILE, EpochRow, RunRecord, read_record
+from gradherd.lab.train.record import RECORD_FILE, RunRecord, read_record
 
 TIME_PARTS = ("data", "compute", "ordering", "exchange", "other")
 """Parts that the seconds of an epoch are split into."""
@@ -216,14 +216,13 @@ def late_epochs(end: int) -> range:
 
 def mean_seconds(arm: ArmSummary, part: str) -> float:
     """Return the seconds of an epoch that one of `TIME_PARTS` takes, mean over epochs and seeds."""
-    rows = [row for run in arm.used for row in run.epochs[: arm.epochs]]
-    return statistics.fmean(_part_seconds(row, part) for row in rows)
-
-
-def _part_seconds(row: EpochRow, part: str) -> float:
-    parts = {name: getattr(row, f"{name}_seconds") for name in TIME_PARTS[:-1]}
-    # Compute is itself a remainder that training clamps at zero, so the sum may exceed the epoch.
-    return float(parts[part] if part in parts else max(0.0, row.seconds - sum(parts.values())))
+    seconds = []
+    for row in (row for run in arm.used for row in run.epochs[: arm.epochs]):
+        parts = {name: getattr(row, f"{name}_seconds") for name in TIME_PARTS[:-1]}
+        # Compute is a remainder that training clamps at zero, so the sum may exceed the epoch.
+        rest = max(0.0, row.seconds - sum(parts.values()))
+        seconds.append(parts.get(part, rest))
+    return statistics.fmean(seconds)
 
 
 def density_over_steps(arm: ArmSummary) -> list[tuple[float, float, float, float]]:

@@ -3,7 +3,7 @@
 Training runs have the measures below; all other runs have the entries of their summary.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gradherd.lab.report.arms import late_epochs, values_over
@@ -158,7 +158,11 @@ def epochs_share(runs: Sequence[RunRecord], others: Sequence[RunRecord]) -> dict
     """
     # The best loss, because the final one of an oscillating run may be easier to reach. A partner
     # that diverged sets no goal, however low its loss was before.
-    goals = {run.seed: min(losses, default=None) for run, losses in _finite_losses(others)}
+    goals: dict[int, float | None] = {}
+    for run in others:
+        losses = [row.train_loss for row in run.epochs]
+        known = [loss for loss in losses if loss is not None]
+        goals[run.seed] = min(known) if known and len(known) == len(losses) else None
     reached, own = (_epochs_to(some, goals) for some in (runs, others))
     return {s: at / it if at and (it := own[s]) else None for s, at in reached.items()}
 
@@ -169,13 +173,6 @@ def epochs_to_final(
     """Return the first epoch at which each run is at or below its partner's final loss."""
     goals = {run.seed: run.epochs[-1].train_loss if run.epochs else None for run in others}
     return dict(_epochs_to(runs, goals))
-
-
-def _finite_losses(runs: Sequence[RunRecord]) -> Iterator[tuple[RunRecord, list[float]]]:
-    """Yield each run with its losses; without any if it diverged."""
-    for run in runs:
-        known = [row.train_loss for row in run.epochs if row.train_loss is not None]
-        yield run, known if len(known) == len(run.epochs) else []
 
 
 def _epochs_to(
