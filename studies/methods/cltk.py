@@ -51,8 +51,6 @@ class CLTK(Selector):
     density: float = DEFAULT_DENSITY
     """Share of the coordinates to send."""
 
-    exclusive = True
-
     def __post_init__(self) -> None:
         check_density(self.density)
 

@@ -60,8 +60,6 @@ class Deft(Selector):
     density: float = DEFAULT_DENSITY
     """Share of the coordinates to send, approximately: every piece sends at least one."""
 
-    exclusive = True
-
     def __post_init__(self) -> None:
         check_density(self.density)
 

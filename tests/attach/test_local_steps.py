@@ -357,7 +357,7 @@ def test_all_methods_have_the_same_defaults():
         ({"fewer": "many"}, "fewer must be a number"),
         ({"fewer": 100, "every": 4}, "fewer sets every, so give one of both"),
         ({"fewer": 100, "method": "exdyna"}, "fewer sets method"),
-        ({"every": 0}, "every must be an integer of at least 1, got 0"),
+        ({"every": 0}, "every must be at least 1, got 0"),
         ({"every": 2.0}, "every must be"),
         ({"decay": 1.5}, "decay must be in [0, 1], got 1.5"),
         ({"outer_lr": 0}, "outer_lr must be above 0"),

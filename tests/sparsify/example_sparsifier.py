@@ -17,8 +17,6 @@ class EveryNth:
     density: float = 1e-3
     stride_factor: int = 1
 
-    exclusive = False
-
     def __post_init__(self):
         check_density(self.density)
         if self.stride_factor < 1:

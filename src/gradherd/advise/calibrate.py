@@ -4,6 +4,7 @@ Letters: R ranks.
 """
 
 import math
+import statistics
 import time
 from typing import NamedTuple
 
@@ -118,7 +119,7 @@ def step_seconds(params: int, device: torch.device) -> tuple[float, float]:
         optimizer.step()
         backwards.append(after - middle)
         others.append(_now(device) - after + middle - begin)
-    return _median(backwards[_WARMUP_STEPS:]), _median(others[_WARMUP_STEPS:])
+    return statistics.median(backwards[_WARMUP_STEPS:]), statistics.median(others[_WARMUP_STEPS:])
 
 
 def _now(device: torch.device) -> float:
@@ -126,7 +127,3 @@ def _now(device: torch.device) -> float:
         # Kernels run asynchronously: without this, only their launch would be timed.
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _median(times: list[float]) -> float:
-    return float(torch.tensor(times, dtype=torch.float64).median())

@@ -23,7 +23,6 @@ from gradherd.sparsify.registry import (
     SPARSIFIERS,
     make_sparsifier,
     setting_names,
-    sums_values,
     takes_density,
 )
 
@@ -171,11 +170,6 @@ class ReplaySparsifyCommand:
             raise UsageError(
                 f"--threshold {self.threshold} has no effect with --method {self.method}: use it "
                 f"with {' or '.join(methods)}"
-            )
-        if self.values != "fp32" and sums_values(self.method):
-            raise UsageError(
-                f"--values {self.values} has no effect: {self.method} adds up values between "
-                "workers"
             )
         from gradherd.sparsify.settings import Sparsify
 

@@ -153,7 +153,7 @@ class ScatterColumns(Request):
 
     def start(self, world: World) -> PendingCollective:
         """Send all slices."""
-        return sliced_mean.scatter_columns_start(self.tensor, world)
+        return AllToAll(sliced_mean.column_slices(self.tensor, world.size)).start(world)
 
     @staticmethod
     def answer_all(requests: Sequence["ScatterColumns"]) -> list[ScriptResult]:
@@ -163,7 +163,8 @@ class ScatterColumns(Request):
 
     def bytes_for_all(self, size: int) -> int:
         """Return the bytes of one rank's rows."""
-        return sliced_mean.scatter_columns_bytes(self.tensor[0], size)
+        rows, columns = self.tensor[0], sliced_mean.padded_length(self.tensor.shape[-1], size)
+        return len(rows) * columns * rows.element_size() * (size - 1) // size
 
 
 T = TypeVar("T")

@@ -10,8 +10,8 @@ Vectors come in buckets, as they become ready. What is left of a bucket when its
 divide by R (fewer than R elements) is gathered whole, and every rank owns one element of it; ranks
 for which there is none have zeros.
 
-Rows of single examples have no mean to share: `scatter_columns_start` only sends their slices,
-padded.
+Rows of single examples have no mean to share: only their slices are sent, padded
+(`script.ScatterColumns`).
 
 Shapes: R ranks, N elements of a bucket, C columns of this rank over all buckets; n rows of D
 columns.
@@ -83,16 +83,6 @@ def mean_bytes(elements: int, ranks: int, element_size: int = 4) -> int:
     return 2 * length * element_size * (ranks - 1) // ranks
 
 
-def scatter_columns_bytes(rows: Tensor, ranks: int) -> int:
-    """Return the bytes that a rank sends to scatter the columns of (n, D) rows.
-
-    >>> scatter_columns_bytes(torch.zeros(2, 5), 4)  # slices of 2 columns, to 3 ranks
-    48
-    """
-    columns = padded_length(rows.shape[1], ranks) // ranks
-    return len(rows) * columns * rows.element_size() * (ranks - 1)
-
-
 def column_slices(rows: Tensor, ranks: int) -> Tensor:
     """Return (n, D) rows as slices of equally many columns, (R, n, C), padded with zeros.
 
@@ -106,11 +96,6 @@ def column_slices(rows: Tensor, ranks: int) -> Tensor:
         one[:, : own.shape[1]] = own
         one[:, own.shape[1] :] = 0  # adds nothing to an inner product
     return slices
-
-
-def scatter_columns_start(rows: Tensor, world: World) -> PendingCollective:
-    """Start to send every rank its slice of the columns of all ranks' (n, D) rows: (R, n, C)."""
-    return all_to_all_start(column_slices(rows, world.size), world)
 
 
 class _Bucket(NamedTuple):

@@ -41,7 +41,6 @@ class Dense(Selector):
     density: float = 1.0
     """Must be 1; the field exists because every sparsifier has a density."""
 
-    exclusive = True
     sends_all = True
     agrees_alone = True
 

@@ -51,13 +51,20 @@ class Outcome:
         selected = self.selection.selected
         if selected is None:
             selected = 0 if self.selection.indices is None else len(self.selection.indices)
-        return {
-            "selected": selected,
-            "per_rank": self.selection.counts,
-            "threshold": self.selection.threshold,
-            "density": selected / dim if dim else 1.0,
-            "padding": padding(self.selection.counts),
-        }
+        return step_metrics(selected, self.selection.counts, self.selection.threshold, dim)
+
+
+def step_metrics(
+    selected: int, counts: list[int], threshold: float | None, dim: int
+) -> dict[str, Any]:
+    """Return the metrics of a step that selected so many of `dim` coordinates."""
+    return {
+        "selected": selected,
+        "per_rank": counts,
+        "threshold": threshold,
+        "density": selected / dim if dim else 1.0,
+        "padding": padding(counts),
+    }
 
 
 def padding(counts: Sequence[int]) -> float:

@@ -21,7 +21,7 @@ from torch import Tensor
 from gradherd.comm.script import AllGather, Script
 from gradherd.gpu import has_triton
 from gradherd.sparsify import consensus, kernels
-from gradherd.sparsify.exchange import padding
+from gradherd.sparsify.exchange import step_metrics
 from gradherd.sparsify.message_sizes import VALUE_BITS
 from gradherd.sparsify.partitioned import Partitioned
 from gradherd.sparsify.selector import StepContext, target_count
@@ -240,11 +240,5 @@ class GpuSteps:
         outcome = self.outcome
         if outcome is None or not bool(outcome.ok):
             return {}
-        counts = outcome.counts.tolist()
-        return {
-            "selected": outcome.k,
-            "per_rank": counts,
-            "threshold": float(outcome.threshold),
-            "density": outcome.k / self._worker.sparse,
-            "padding": padding(counts),
-        }
+        counts, threshold = outcome.counts.tolist(), float(outcome.threshold)
+        return step_metrics(outcome.k, counts, threshold, self._worker.sparse)

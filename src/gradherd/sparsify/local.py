@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gradherd.comm.checks import check_numbers
+from gradherd.comm.checks import check_numbers, check_whole
 from gradherd.comm.script import AllGather, Script
 from gradherd.sparsify.basics import Dense
 from gradherd.sparsify.exchange import Outcome
@@ -82,9 +82,7 @@ class LocalSteps:
             object.__setattr__(self, "every", 4)
         # Checked there: the method, its name, `values` and `dense_below`.
         object.__setattr__(self, "method", self.sent.method)
-        # Not isinstance: True is an int, too.
-        if type(self.every) is not int or self.every < 1:
-            raise ValueError(f"every must be an integer of at least 1, got {self.every!r}")
+        check_whole("every", self.every, 1)
         check_numbers(decay=self.decay, outer_lr=self.outer_lr, outer_momentum=self.outer_momentum)
         if not 0 <= self.decay <= 1:
             raise ValueError(f"decay must be in [0, 1], got {self.decay}")

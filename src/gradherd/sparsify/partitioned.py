@@ -96,8 +96,6 @@ class Partitioned(Selector):
     threshold: ThresholdRule
     capacity: float
 
-    exclusive = True
-
     @abstractmethod
     def rule(self, dim: int) -> PartitionRule:
         """Return how `dim` coordinates are cut into partitions."""

@@ -49,11 +49,6 @@ def setting_names(name: str) -> tuple[str, ...]:
     return tuple(field.name for field in fields(method) if field.name != "density")
 
 
-def sums_values(name: str) -> bool:
-    """Return whether a sparsifier reduces the values itself, so that `values` has no effect."""
-    return bool(getattr(SPARSIFIERS.find(name), "sums_values", False))
-
-
 def make_sparsifier(name: str, density: float | None = None, /, **settings: Any) -> "Selector":
     """Build a sparsifier by name.
 

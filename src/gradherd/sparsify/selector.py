@@ -97,8 +97,6 @@ class Selector(ABC):
 
     density: float
     """Share of the coordinates to send."""
-    exclusive: ClassVar[bool] = False
-    """Whether a coordinate can be selected by one worker at most."""
     sums_values: ClassVar[bool] = False
     """Whether the method reduces the values itself, so that `Sparsify.values` does not apply."""
     sends_all: ClassVar[bool] = False

@@ -5,9 +5,9 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from gradherd.comm.checks import check_numbers
+from gradherd.comm.checks import check_numbers, check_whole
 from gradherd.sparsify.message_sizes import VALUE_FORMATS, ValueFormat
-from gradherd.sparsify.registry import SPARSIFIERS, make_sparsifier, setting_names
+from gradherd.sparsify.registry import make_sparsifier, setting_names
 from gradherd.sparsify.selector import Selector
 
 _EXCHANGE_SETTINGS = ("values", "dense_below", "momentum", "clip", "warmup_steps", "warmup_from")
@@ -57,25 +57,19 @@ class Sparsify:
             raise ValueError(f"values must be {known}, got {self.values!r}")
         if self.values != "fp32" and getattr(self.method, "sums_values", False):
             warnings.warn(
-                f"values={self.values!r} has no effect on {_name_of(self.method)}: it sums values "
-                "while they are exchanged",
+                f"values={self.values!r} has no effect on {type(self.method).__name__}: it sums "
+                "values while they are exchanged",
                 stacklevel=3,  # The line that calls Sparsify(), past the generated __init__.
             )
         check_numbers(momentum=self.momentum, warmup_from=self.warmup_from)
-        # Not isinstance: True is an int, too, and a setting read from a file may be one.
-        for name in ("dense_below", "warmup_steps"):
-            if type(getattr(self, name)) is not int:
-                raise ValueError(f"{name} must be an integer, got {getattr(self, name)!r}")
-        if self.dense_below < 0:
-            raise ValueError(f"dense_below must be at least 0, got {self.dense_below}")
+        check_whole("dense_below", self.dense_below, 0)
+        check_whole("warmup_steps", self.warmup_steps, 0)
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
         if self.clip is not None:
             check_numbers(clip=self.clip)
             if not 0 < self.clip < math.inf:
                 raise ValueError(f"clip must be a positive number or None, got {self.clip}")
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must be at least 0, got {self.warmup_steps}")
         if not 0 < self.warmup_from <= 1:
             raise ValueError(f"warmup_from must be in (0, 1], got {self.warmup_from}")
         if self.warmup_steps and self.warmup_from <= self.method.density:
@@ -127,8 +121,3 @@ def make_settings(name: str, density: float | None = None, /, **settings: Any) -
         return Sparsify(method=method, **exchange)
     except TypeError as error:  # Checks compare values, which fails for a str and a number, say.
         raise ValueError(f"{name} cannot be run with {exchange}: {error}") from None
-
-
-def _name_of(method: Selector) -> str:
-    names = [name for name, known in SPARSIFIERS.items() if type(method) is known]
-    return names[0] if names else type(method).__name__

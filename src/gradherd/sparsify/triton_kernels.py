@@ -206,18 +206,7 @@ def add(
     threshold: Tensor | None = None,
     marks: Marks | None = None,
 ) -> None:
-    """Write residual + scale * grad to `out`; in the same pass check, mark and clear.
-
-    Args:
-        residual: (D,) float32.
-        grad: (D,) float32, bfloat16 or float16.
-        scale: Factor of the gradient, a number or a () float32.
-        out: (D,) float32, may be `residual`.
-        bad: (1,) int32 that becomes 1 if the result is not finite everywhere.
-        clear: Whether to set `grad` to zero.
-        threshold: () float32 that marks are made at, with `marks`.
-        marks: Of `out`; None makes none.
-    """
+    """Do what `kernels.add` does, with float32 and gradients of float32, bfloat16 or float16."""
     # Arguments that are None belong to branches that are not compiled.
     words, tile_counts = marks or (None, None)
     _launch_pass(
@@ -239,16 +228,7 @@ def mark(values: Tensor, threshold: Tensor, marks: Marks, condition: Tensor | No
 
 
 def compact(values: Tensor, marks: Marks, capacity: int) -> tuple[Tensor, Tensor]:
-    """Return where the first marked values are, and how many are marked.
-
-    Args:
-        values: (D,) that the marks belong to.
-        marks: From `mark` or `add`.
-        capacity: C. What does not fit is left out; if fewer are marked, zeros follow.
-
-    Returns:
-        (C,) int64 positions, () int32 count.
-    """
+    """Do what `kernels.marked` does: (C,) int64 positions, () int32 count."""
     ends = marks.counts.cumsum(0, dtype=torch.int32)
     count = ends[-1] if len(ends) else ends.new_zeros(())
     return _compact(marks, ends, capacity), count
