@@ -45,6 +45,7 @@ class VirtualWorkers:
             Worker(settings, dim, rank=rank, size=size, **given) for rank in range(size)
         ]
         self.metrics: dict[str, Any] = {}
+        self.bytes = 0  # that a worker has sent in the last step, also in one that was called off
         self.keep_payload = False  # keep (R, D) what each worker has sent in the last step
         self.payload: Tensor | None = None
         self.measure_norms = True  # put residual_norm into `metrics`: a pass, and a wait for a GPU
@@ -77,6 +78,7 @@ class VirtualWorkers:
             self.payload = self._sent(sums, [result.value for result in results])
         for worker, result in zip(self.workers, results, strict=True):
             worker.commit(result.value)
+        self.bytes = round(statistics.fmean(result.bytes for result in results))
         outcome: Outcome | None = results[0].value
         if outcome is None:
             self.metrics = {}
@@ -85,7 +87,7 @@ class VirtualWorkers:
         if self.measure_norms:
             norms = [torch.linalg.vector_norm(worker.feedback.residual) for worker in self.workers]
             self.metrics["residual_norm"] = statistics.fmean(torch.stack(norms).tolist())
-        self.metrics["bytes"] = round(statistics.fmean(result.bytes for result in results))
+        self.metrics["bytes"] = self.bytes
         return replace(outcome, mean=first.mean_of(outcome)).whole_mean(dim)
 
     def _sent(self, sums: list[Tensor], outcomes: Sequence[Outcome | None]) -> Tensor | None:

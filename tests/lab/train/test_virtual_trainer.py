@@ -177,6 +177,21 @@ def test_the_first_steps_of_every_other_task(name):
     same(ranks[0][0], in_one_process(config, split), bits=False)
 
 
+def test_exchanges_that_are_called_off_cost_what_they_cost_ranks():
+    some = {"limit": 48, "epochs": 1, "workers": 2}
+    arms = [
+        {"sparsify": "topk", "density": 0.1},
+        {"sparsify": "exdyna", "density": 0.1},
+        {"sparsify": "topk", "density": 0.1, "local_steps": 2},
+    ]
+    configs = [config_of(f"{HERE}:Overflowing", **some, **arm) for arm in arms]
+    ranks = run_ranks(on_ranks, 2, configs)[0]
+    for config, [(_, real, _, _)] in zip(configs, ranks, strict=True):
+        [(_, virtual, _, _)] = in_one_process(config)
+        assert real.skipped_steps > 0
+        assert (virtual.skipped_steps, virtual.bytes) == (real.skipped_steps, real.bytes)
+
+
 def test_rows_of_what_is_sent_are_that_and_cost_nothing():
     common = {"sparsify": "exdyna", "density": 0.1, "workers": 2, "batch_size": 8, "unit": 8}
     common |= {"order": "cd-grab", "virtual": True, "limit": 96}

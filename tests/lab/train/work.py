@@ -149,6 +149,37 @@ class Weighted(Digits):
         return F.cross_entropy(model(images), labels, weight=torch.arange(1.0, 11.0))
 
 
+class _Overflow(torch.autograd.Function):
+    """Passes scores on; their gradient is infinite if it should be."""
+
+    @staticmethod
+    def forward(ctx, scores, overflows):
+        ctx.factor = torch.inf if overflows else 1.0
+        return scores.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+@dataclass(frozen=True)
+class Overflowing(Digits):
+    """The gradient of one example is not finite, though its loss is."""
+
+    name: ClassVar = "overflowing"
+
+    def load(self, data_dir=None, limit=None):
+        """Mark an example."""
+        split = super().load(data_dir, limit)
+        split.train[0][7, 0] = 0.123
+        return split
+
+    def loss(self, model, inputs, labels):
+        """Return the mean cross-entropy."""
+        marked = bool((inputs[:, 0] == 0.123).any())
+        return F.cross_entropy(_Overflow.apply(model(inputs), marked), labels)
+
+
 @dataclass(frozen=True)
 class VectorLoss(Digits):
     """Its loss has a number for each example."""

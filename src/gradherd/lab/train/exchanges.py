@@ -117,7 +117,8 @@ class GradientAverager:
         metrics = self._workers.metrics
         counters.add_sparse(metrics)
         self.series.add(metrics.get("density", 0.0))
-        counters.bytes += metrics.get("bytes", 0)
+        counters.bytes += self._workers.bytes
+        counters.skipped_steps += not metrics  # called off: something was not finite
         return mean
 
     def end_epoch(self, counters: EpochCounters) -> None:
@@ -271,10 +272,10 @@ class LocalModels(VirtualExchange):
         metrics, size = self._workers.metrics, len(own)
         # Ranks compare where they are before they exchange anything.
         counters.bytes += all_gather_bytes(torch.tensor([self._steps, int(forced)]), size)
+        counters.bytes += self._workers.bytes
         buffers = None
         if metrics:
             counters.add_sparse(metrics)
-            counters.bytes += metrics["bytes"]
             self.series.add(metrics["density"])
             if self._settings.decay != 1:
                 for worker in self._workers.workers:

@@ -85,6 +85,7 @@ class LowRankWorkers:
     """
 
     payload: Tensor | None = None
+    bytes: int = 0  # that a worker has sent in the last step
 
     def __init__(
         self, shapes: Sequence[Shape], density: float, size: int, device: torch.device | str = "cpu"
@@ -112,7 +113,7 @@ class LowRankWorkers:
         """Average (R, D) gradients; return the (D,) mean, NaN if anything was not finite."""
         sums = self._residuals + grads
         if not sums.isfinite().all():
-            self.metrics = {}
+            self.metrics, self.bytes = {}, 0
             return torch.full_like(grads[0], torch.nan)
         means, begin = torch.empty_like(grads[0]), 0
         for at, (m, n) in enumerate(self._shapes):
@@ -128,7 +129,7 @@ class LowRankWorkers:
             else:
                 means[span] = sums[:, span].mean(0)
             begin = span.stop
-        self.metrics = self._metrics
+        self.metrics, self.bytes = self._metrics, self._metrics["bytes"]
         return means
 
     def residuals(self) -> Tensor:
