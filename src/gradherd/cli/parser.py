@@ -22,6 +22,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 from gradherd.cli.terminal import terminal_width, wrap
 from gradherd.lab.text import field_texts
+from gradherd.ordering.registry import POLICIES
 from gradherd.sparsify.registry import SPARSIFIERS
 
 _KINDS: dict[Any, tuple[str, str]] = {
@@ -125,7 +126,7 @@ def one_of(known: Iterable[str]) -> Callable[[str], str]:
 
     def read(text: str) -> str:
         if text not in known:
-            moved = SPARSIFIERS.hint(text)
+            moved = POLICIES.hint(text) or SPARSIFIERS.hint(text)
             raise ValueError(f"unknown {text!r}; choose from {', '.join(known)}{moved}")
         return text
 
