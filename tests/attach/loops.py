@@ -112,7 +112,9 @@ class Reference:
 class Loop:
     """One loop, composed from a seed; the same on every rank but for what it says."""
 
-    def __init__(self, seed):
+    def __init__(self, seed, noise=None):
+        self.noise = noise
+        """A generator of noise of rounding's size for the reference's gradients, or None."""
         self.pick = pick = random.Random(seed)
         self.size = size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if size > 1 else 0
@@ -132,7 +134,7 @@ class Loop:
             self.ahead = 0
         self.skipped_by = pick.choice(["sampler", "loader"]) if not self.ahead else "sampler"
         self.persistent = self.workers > 0 and pick.random() < 0.5
-        hidden = ("pick", "rank")
+        hidden = ("pick", "rank", "noise")
         self.said = [str({k: v for k, v in vars(self).items() if k not in hidden})]
         self.dataset, self.net = Indexed(self.count), Model()
         self.model = DDP(self.net) if size > 1 else self.net
@@ -170,7 +172,10 @@ class Loop:
     def gradient(self, indices):
         loss = F.cross_entropy(self.apart(self.dataset.x[indices]), self.dataset.y[indices])
         grads = torch.autograd.grad(loss, list(self.apart.parameters()))
-        return torch.cat([grad.flatten() for grad in grads])
+        row = torch.cat([grad.flatten() for grad in grads])
+        if self.noise is not None:
+            row *= 1 + 1e-13 * torch.randn(len(row), generator=self.noise, dtype=row.dtype)
+        return row
 
     def run(self):
         """Run the loop; return this rank's orders and the true ones."""
@@ -354,9 +359,26 @@ def run_loops(seeds):
             # collector finds it, and a loop refers to itself.
             vars(loop).pop("batches", None)
             del loop.loader, loop.named_loader
-            if found != wanted:
+            if found != wanted and not (loop.size == 1 and is_tie(seed, found)):
                 wrong.append((seed, "\n".join(loop.said), found, wanted))
     return wrong
+
+
+def is_tie(seed, found):
+    """Return whether noise of rounding's size in the reference also leads to the orders found.
+
+    Centred gradients of units that all got the same sign add up to zero, about: the next sign is
+    then one of rounding.
+    """
+    for number in range(16):
+        loop = Loop(seed, torch.Generator().manual_seed(number))
+        try:
+            if loop.run()[1] == found:
+                print(f"seed {seed}: a tie", flush=True)
+                return True
+        except ValueError:  # The reference's orders are not the loop's any more: no answer.
+            loop.herd.detach()
+    return False
 
 
 def main():
