@@ -172,7 +172,8 @@ def check_row_length(state: Mapping[str, Any], columns: Iterable[str], length: i
             raise ValueError(
                 f"ordering state has {name} of {saved.shape[-1]} elements, expected {length}: was "
                 "it saved with rows of another kind (give attach() that one: rows='batch', "
-                "'exact', 'sketch' or 'two-sided') or another model?"
+                "'exact', 'sketch' or 'two-sided'; 'auto' depends on the number of ranks) or of "
+                "another model?"
             )
 
 
