@@ -4,9 +4,9 @@ A GPT-2 on WikiText-2; R workers of 8 blocks of 128 tokens each, warm-up and cos
 float32 weights. All workers are rows of the same tensors, so a run takes half a minute on an H200.
 `--bytes 256` trains on blocks of 256 bytes of the same text instead of GPT-2's tokens.
 Exchanges are gradherd's own (`VirtualWorkers`, `OuterOptimizer`), with the bytes that ranks would
-send; peers that gradherd does not have are written out below. Usage:
+send; peers that gradherd does not have are in `few_bytes_peers.py`. Usage:
 
-    python benchmarks/few_bytes.py --out few-bytes.jsonl [--arms dense,local-4] [--seeds 0,1,2]
+    python -m benchmarks.few_bytes --out few-bytes.jsonl [--arms dense,local-4] [--seeds 0,1,2]
         [--epochs 10] [--workers 8] [--blocks 8] [--width 192] [--layers 4] [--head 32]
         [--bytes 256] [--data tokens.npz] [--part 0/4]
 
@@ -30,19 +30,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from benchmarks.few_bytes_peers import DeMo, SparseLoCo, TopK, frozen_root
 from torch import Tensor
 
 from gradherd.comm.sliced_mean import mean_bytes
-from gradherd.lab.tasks.registry import import_file
 from gradherd.lab.train.powersgd import LowRankWorkers
 from gradherd.sparsify.local import LocalSteps, OuterOptimizer
-from gradherd.sparsify.packing import decode_values, encode_values
-from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.settings import make_settings
 from gradherd.sparsify.virtual_workers import VirtualWorkers
-
-_METHODS = Path(__file__).parents[1] / "studies" / "methods"
-SPARSIFIERS["demo"] = import_file(_METHODS / "demo.py", "DeMo").DeMo
 
 TOKENS, LENGTH = 50_257, 128
 """Words of GPT-2's vocabulary, tokens of a block."""
@@ -104,13 +99,14 @@ class Shape:
         named = zip(sizes.items(), parts, strict=True)
         p = {name: part.view(workers, *size) for (name, size), part in named}
         width, length, words = self.width, self.length, self.vocabulary
+        low = torch.bfloat16 if flat.is_cuda else flat.dtype  # a CPU may only emulate it
 
         def norm(x: Tensor, name: str) -> Tensor:
             return F.layer_norm(x, (width,)) * p[name][:, None] + p[f"{name}_bias"][:, None]
 
         def linear(x: Tensor, name: str) -> Tensor:
-            bias, weight = p[f"{name}_bias"][:, None].bfloat16(), p[name].bfloat16()
-            return torch.baddbmm(bias, x.bfloat16(), weight)
+            bias, weight = p[f"{name}_bias"][:, None].to(low), p[name].to(low)
+            return torch.baddbmm(bias, x.to(low), weight)
 
         shift = words * torch.arange(workers, device=blocks.device)[:, None, None]
         table = p["tokens"].reshape(workers * words, width)
@@ -125,8 +121,8 @@ class Shape:
             x = x + linear(mixed, f"{layer}.out").float()
             inner = linear(norm(x, f"{layer}.norm2"), f"{layer}.up")
             x = x + linear(F.gelu(inner, approximate="tanh"), f"{layer}.down").float()
-        x = norm(x, "norm").bfloat16().view(workers, count, length, width)[:, :, :-1]
-        logits = torch.bmm(x.reshape(workers, -1, width), p["tokens"].bfloat16().transpose(1, 2))
+        x = norm(x, "norm").to(low).view(workers, count, length, width)[:, :, :-1]
+        logits = torch.bmm(x.reshape(workers, -1, width), p["tokens"].to(low).transpose(1, 2))
         targets = blocks[:, :, 1:].reshape(-1)
         loss = F.cross_entropy(logits.view(-1, words).float(), targets, reduction="none")
         return loss.view(workers, -1).mean(1)
@@ -148,17 +144,29 @@ class Arm:
     """A method and its settings."""
 
     kind: str
-    """dense, gradients (exchanged at every step), local, or a peer: sparseloco, onebit-adam."""
+    """dense, gradients (exchanged at every step), local, or a peer: sparseloco, demo,
+    onebit-adam."""
     method: str = "dense"
     density: float | None = None
     values: str = "fp32"
     every: int = 1
+    """Steps between two exchanges; where those are not spread evenly, on average."""
+    early: float = 1.0
+    """How many times more often workers exchange in the first tenth of a run."""
+    follow: float = 0.0
+    """Exchanges are as frequent as the learning rate to this power."""
     lr: float = 1e-3
     outer_lr: float = 1.0
     outer_momentum: float = 0.0
     decay: float = 1.0
     senders: bool = False
     """SparseLoCo: divide by how many workers have sent a coordinate instead of by all."""
+    k: int = 4
+    """DeMo: coefficients of a chunk."""
+    warm: float = 0.15
+    """1-bit Adam: share of the steps before its second moment is frozen."""
+    floor: float = 0.1
+    """1-bit Adam: `frozen_root`."""
 
 
 LOCAL = Arm("local", values="int1", lr=2.8e-3)
@@ -176,8 +184,8 @@ ARMS = {
     "exdyna-0.1-int2": Arm("gradients", "exdyna", 0.1, "int2"),
     "exdyna-local": replace(LOCAL, method="exdyna", density=0.5, values="int2", every=8,
                             outer_lr=0.7, outer_momentum=0.5),
-    "topk-0.001": Arm("gradients", "topk", 0.001),
-    "demo-0.01": Arm("gradients", "demo", 0.01),
+    "topk": Arm("gradients", "own-topk", 0.002),
+    "demo": Arm("demo", lr=3e-4),
     "powersgd": Arm("gradients", "powersgd", 0.015),
     "diloco": Arm("local", every=15, outer_lr=0.7, outer_momentum=0.9),
     "diloco-int4": Arm("local", values="int4", every=15, outer_lr=0.7, outer_momentum=0.9),
@@ -188,34 +196,29 @@ ARMS = {
 }  # fmt: skip
 
 
-class SparseLoCo:
-    """Each worker's own largest of every 4,096, in 2 bits with an index of 12; all-gathered.
+def rate_at(step: int, steps: int) -> float:
+    """Return the factor of the learning rate: warm-up, then cosine."""
+    warm = int(WARMUP * steps)
+    if step <= warm:
+        return step / max(1, warm)
+    return 0.5 * (1 + math.cos(math.pi * (step - warm) / (steps - warm)))
 
-    Sarfi et al., arXiv:2508.15706; the mean over all workers, or over those that have sent.
+
+def exchange_steps(arm: Arm, steps: int) -> set[int]:
+    """Return after which steps workers exchange: as many times as if it were after every H-th.
+
+    >>> sorted(exchange_steps(Arm("local", every=4), 10))
+    [4, 8, 10]
     """
-
-    def __init__(self, arm: Arm, dim: int, workers: int, device: torch.device) -> None:
-        self._arm, self._dim = arm, dim
-        self._residuals = torch.zeros(workers, dim, device=device)
-        self.metrics = {"bytes": 0}
-
-    def step(self, difference: Tensor) -> Tensor:
-        """Return the mean of (R, D) differences."""
-        size, chunk = len(difference), 4096
-        each = max(1, round((self._arm.density or 0) * chunk))
-        total, counts = torch.zeros_like(difference[0]), torch.zeros_like(difference[0])
-        for own, residual in zip(difference, self._residuals, strict=True):
-            acc = self._arm.decay * residual + own
-            padded = F.pad(acc, (0, -len(acc) % chunk)).view(-1, chunk)
-            at = padded.abs().topk(each, sorted=False).indices
-            at = (at + chunk * torch.arange(len(at), device=at.device)[:, None]).flatten()
-            at = at[at < self._dim]
-            sent = decode_values(encode_values(acc[at], 2), len(at), 2)
-            residual.copy_(acc).index_add_(0, at, -sent)
-            total.index_add_(0, at, sent)
-            counts.index_add_(0, at, torch.ones_like(sent))
-            self.metrics["bytes"] = (size - 1) * len(at) * (12 + 2) // 8
-        return total / (counts.clamp(min=1) if self._arm.senders else size)
+    if arm.early == 1 and not arm.follow:
+        return {*range(arm.every, steps + 1, arm.every), steps}
+    warm, often = int(WARMUP * steps), []
+    for step in range(1, steps + 1):
+        rate = 1.0 if step <= warm else rate_at(step, steps)
+        often.append((arm.early if step <= 0.1 * steps else 1.0) * rate**arm.follow)
+    count = -(-steps // arm.every)
+    due = np.floor(np.cumsum(often) / sum(often) * count).clip(max=count - 1)
+    return {*(np.flatnonzero(np.diff(due, prepend=0)) + 1).tolist(), steps}
 
 
 def exchange_of(arm: Arm, shape: Shape, workers: int, device: torch.device) -> Any:
@@ -223,7 +226,11 @@ def exchange_of(arm: Arm, shape: Shape, workers: int, device: torch.device) -> A
     sizes = shape.sizes()
     dim = sum(map(math.prod, sizes.values()))
     if arm.kind == "sparseloco":
-        return SparseLoCo(arm, dim, workers, device)
+        return SparseLoCo(arm.density or 0, arm.decay, dim, workers, device, senders=arm.senders)
+    if arm.kind == "demo":
+        return DeMo(arm.k, sizes.values(), workers, device)
+    if arm.method == "own-topk":
+        return TopK(arm.density or 0, dim, workers, device)
     if arm.method == "powersgd":
         shapes = [size if len(size) == 2 else (1, *size) for size in sizes.values()]
         return LowRankWorkers(shapes, arm.density or 0, workers, device)  # type: ignore[arg-type]
@@ -276,6 +283,7 @@ class Run:
         batch = self._workers * self._blocks
         each = len(self._train) // batch
         self._steps = epochs * each
+        self._exchanges = exchange_steps(self._arm, self._steps)
         curve, begin = [], time.perf_counter()
         for _ in range(epochs):
             order = torch.randperm(
@@ -292,13 +300,6 @@ class Run:
             "seconds": round(time.perf_counter() - begin, 1),
         }  # fmt: skip
 
-    def _rate(self) -> float:
-        warm = int(WARMUP * self._steps)
-        if self._step <= warm:
-            return self._arm.lr * self._step / max(1, warm)
-        share = (self._step - warm) / (self._steps - warm)
-        return self._arm.lr * 0.5 * (1 + math.cos(math.pi * share))
-
     def _grads(self, weights: Tensor, blocks: Tensor) -> Tensor:
         leaf = weights.detach().requires_grad_()
         (grad,) = torch.autograd.grad(self._losses(leaf, blocks).sum(), leaf)
@@ -307,10 +308,15 @@ class Run:
     def _take_step(self, blocks: Tensor) -> None:
         arm, exchange = self._arm, self._exchange
         device = blocks.device
-        rate = torch.tensor(self._rate(), device=device)
+        rate = torch.tensor(arm.lr * rate_at(self._step, self._steps), device=device)
         corrections = torch.tensor([1 - beta**self._step for beta in BETAS], device=device)
         if arm.kind == "onebit-adam":
             self._onebit_adam(blocks, rate, corrections)
+            return
+        if arm.kind == "demo":
+            grads = self._grads(self._weights.expand(self._workers, -1), blocks)
+            self._weights.mul_(1 - rate * DECAY).sub_(rate * exchange.step(grads).sign())
+            self.bytes += exchange.metrics["bytes"]
             return
         if arm.kind == "dense":
             grad = self._grads(self._weights, blocks.view(1, -1, self._shape.length))
@@ -322,9 +328,7 @@ class Run:
         else:
             grad = self._grads(self._weights, blocks)
         self._adamw(self._weights, grad, self._m, self._v, rate, corrections)
-        if arm.kind in ("local", "sparseloco") and (
-            self._step % arm.every == 0 or self._step == self._steps
-        ):
+        if arm.kind in ("local", "sparseloco") and self._step in self._exchanges:
             self._outer.step(exchange.step(self._shared - self._weights))
             self.bytes += exchange.metrics["bytes"]
             self._weights.copy_(self._shared.expand_as(self._weights))
@@ -333,22 +337,20 @@ class Run:
                     worker.feedback.residual.mul_(arm.decay)
 
     def _onebit_adam(self, blocks: Tensor, rate: Tensor, corrections: Tensor) -> None:
-        """Adam for 15 % of the steps; then its second moment is frozen, and momenta are sent.
+        """Adam at first; then its second moment is frozen, and workers send momenta in one bit.
 
         Tang et al., "1-bit Adam", arXiv:2102.02888.
         """
         grads = self._grads(self._weights.expand(self._workers, -1), blocks)
-        if self._step <= 0.15 * self._steps:
+        if self._step <= self._arm.warm * self._steps:
             self._adamw(self._weights, grads.mean(0)[None], self._m, self._v, rate, corrections)
             self.bytes += self._dense_bytes
-            self._frozen = (self._v / corrections[1]).sqrt_().add_(1e-8)
+            self._frozen = frozen_root(self._v / corrections[1], self._arm.floor)
             return
         momenta = torch.lerp(self._m.expand_as(grads), grads, 1 - BETAS[0])
         self._m = self._exchange.step(momenta)[None]
         self.bytes += self._exchange.metrics["bytes"]
-        # Where no gradient came in the first steps, signs would be divided by nothing.
-        update = torch.where(self._v > 0, self._m / self._frozen, 0)
-        self._weights.mul_(1 - rate * DECAY).sub_(rate * update)
+        self._weights.mul_(1 - rate * DECAY).sub_(rate * self._m / self._frozen)
 
     @torch.no_grad()
     def _perplexity(self) -> float:
@@ -385,7 +387,7 @@ def arm_of(text: str) -> tuple[str, Arm]:
     arm = ARMS[name]
     for change in changes:
         key, value = change.split("=")
-        kind = {"every": int, "method": str, "values": str, "kind": str}.get(key, float)
+        kind = {"every": int, "k": int, "method": str, "values": str, "kind": str}.get(key, float)
         arm = replace(arm, **{key: kind(value)})
     return text, arm
 

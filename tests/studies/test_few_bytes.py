@@ -1,0 +1,137 @@
+"""Peers of local steps as `benchmarks/few_bytes.py` has them: they send few bytes, and train."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from benchmarks.few_bytes import Arm, Run, Shape, arm_of, exchange_steps
+from benchmarks.few_bytes_peers import DeMo, TopK, cosines, frozen_root
+
+from gradherd.comm.sliced_mean import mean_bytes
+
+CPU = torch.device("cpu")
+
+
+def test_top_k_sends_the_largest_of_each_worker_and_loses_nothing():
+    topk = TopK(0.5, 4, 2, CPU)
+    grads = torch.tensor([[4.0, 3.0, 1.0, 0.0], [0.0, 2.0, 0.1, -6.0]])
+    assert topk.step(grads).tolist() == [2.0, 2.5, 0.0, -3.0]
+    left = torch.tensor([[0.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.1, 0.0]])
+    assert torch.equal(topk.residuals, left)
+    # bf16 and an offset of 16 bits, two of each to one other worker; a count of one page.
+    assert topk.metrics["bytes"] == 2 * (2 + 2) + 2
+    torch.manual_seed(0)
+    topk, total, sent = TopK(0.01, 1000, 3, CPU), torch.zeros(1000), torch.zeros(1000)
+    for _ in range(20):
+        grads = torch.randn(3, 1000)
+        total, sent = total + grads.sum(0), sent + 3 * topk.step(grads)
+    torch.testing.assert_close(sent + topk.residuals.sum(0), total, atol=1e-4, rtol=1e-4)
+
+
+def test_demo_sends_the_largest_coefficients_of_each_chunk():
+    basis = cosines(29, CPU)
+    torch.testing.assert_close(basis @ basis.T, torch.eye(29), atol=1e-5, rtol=0)
+    # A vocabulary that 64 does not divide, as GPT-2's, a square matrix and a vector.
+    shapes = [(87, 64), (128, 64), (192,)]
+    demo = DeMo(2, shapes, 3, CPU)
+    assert demo.metrics["bytes"] == 2 * 2 * (3 + 2 + 3) * 28 // 8  # two to two others
+    # One wave over a chunk is one coefficient: all of it arrives, on its side of the mean.
+    wave = torch.outer(cosines(64, CPU)[3], cosines(64, CPU)[5])
+    grads = torch.zeros(3, 87 * 64 + 128 * 64 + 192)
+    grads[1, 87 * 64 : 87 * 64 + 64 * 64] = 6 * wave.flatten()
+    mean = demo.step(grads)
+    torch.testing.assert_close(mean, grads.mean(0), atol=1e-5, rtol=0.01)
+    assert demo.momenta.abs().max() < 1e-3
+    # What is left decays and is sent later.
+    torch.manual_seed(0)
+    grads = torch.randn_like(grads)
+    demo = DeMo(2, shapes, 3, CPU)
+    sent = demo.step(grads)
+    torch.testing.assert_close(demo.momenta.mean(0) + sent, grads.mean(0), atol=1e-4, rtol=0)
+    left = demo.momenta.clone()
+    sent = demo.step(torch.zeros_like(grads))
+    expected = 0.999 * left.mean(0)
+    torch.testing.assert_close(demo.momenta.mean(0) + sent, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["topk", "demo"])
+def test_a_peer_finds_the_minimum_that_workers_have_together(name):
+    torch.manual_seed(0)
+    aims = torch.randn(64 * 64) + 0.2 * torch.randn(4, 64 * 64)  # of each worker
+    peer = TopK(0.02, 64 * 64, 4, CPU) if name == "topk" else DeMo(40, [(64, 64)], 4, CPU)
+    weights, steps = torch.zeros(64 * 64), 600
+    for step in range(steps):
+        mean = peer.step(weights - aims)
+        rate = 1 - step / steps
+        weights -= 0.02 * rate * mean.sign() if name == "demo" else 0.2 * rate * mean
+    assert (weights - aims.mean(0)).norm() < 0.1 * aims.mean(0).norm()
+
+
+def test_a_frozen_second_moment_has_a_floor_in_each_group():
+    v = torch.zeros(1, 300)
+    v[0, 0] = 256.0**2
+    assert frozen_root(v, 0.5)[0, [0, 1, 255, 256]].tolist() == [
+        256.0,
+        0.5,
+        0.5,
+        pytest.approx(1e-8),
+    ]
+    assert frozen_root(v, 0)[0, 1] == pytest.approx(1e-8)
+
+
+def test_exchanges_are_as_many_however_they_are_spread():
+    plain = exchange_steps(Arm("local", every=16), 2980)
+    assert len(plain) == 187 and {16, 32, 2976, 2980} <= plain
+    for early, follow in ((4.0, 0.0), (8.0, 0.0), (1.0, 0.5), (1.0, 1.0), (3.0, 0.5)):
+        some = exchange_steps(Arm("local", every=16, early=early, follow=follow), 2980)
+        assert len(some) == 187 and max(some) == 2980
+        assert sum(step <= 298 for step in some) > 1.4 * 18
+    # Four times as often: 4 of 13 parts of all exchanges in the first tenth.
+    some = exchange_steps(Arm("local", every=16, early=4.0), 2980)
+    assert sum(step <= 298 for step in some) == 187 * 4 // 13
+    # Half as often where the rate is half as high.
+    some = sorted(exchange_steps(Arm("local", every=16, follow=1.0), 2980))
+    gaps = {step: after - step for step, after in itertools.pairwise(some)}
+    middle = next(gap for step, gap in gaps.items() if step > 149 + (2980 - 149) / 2)
+    assert middle == pytest.approx(2 * gaps[some[0]], abs=1)
+
+
+@pytest.fixture(scope="module")
+def text():
+    """Sequences in which every word but the first follows from the one before."""
+    torch.manual_seed(0)
+    start = torch.randint(40, (64, 1))
+    words = (start + 7 * torch.arange(8)) % 40
+    return words[:48], words[48:]
+
+
+@pytest.mark.parametrize(
+    "arm",
+    [
+        "topk:density=0.05:lr=1e-2",
+        "demo:k=64:lr=1e-2",
+        "onebit-adam:warm=0.25:lr=1e-2",
+        "local-4:early=3:lr=2e-2",
+    ],
+)
+def test_a_peer_trains_a_language_model_and_counts_its_bytes(arm, text):
+    shape = Shape(16, 1, 8, vocabulary=64, length=8)
+    dim = sum(map(math.prod, shape.sizes().values()))
+    run = Run(arm_of(arm)[1], shape, 2, 4, 0, text)
+    record = run.train(10)
+    steps = record["steps"]
+    assert steps == 60 and record["perplexity"][-1] < 0.5 * 64
+    dense = mean_bytes(dim, 2)
+    one_bit = run._exchange.metrics["bytes"]
+    expected = {
+        "topk": steps * 1 * (4 * int(0.05 * dim) + 2),
+        "demo": steps * run._exchange.metrics["bytes"],
+        # The dense exchanges at the beginning count.
+        "onebit-adam": 15 * dense + 45 * one_bit,
+        "local-4": 15 * one_bit,
+    }[arm.split(":")[0]]
+    assert record["bytes"] == expected and record["fewer"] == round(steps * dense / expected, 1)
+    # One bit both ways, and a level of 2 bytes for each 256.
+    if arm.startswith(("onebit", "local")):
+        assert one_bit == pytest.approx(dense / 32, rel=0.2)
