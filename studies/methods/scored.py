@@ -23,6 +23,7 @@ from torch import Tensor
 from gradherd.comm.script import AllReduceSmall, Script
 from gradherd.ordering.policy import EpochState, Policy, Rows, ShardedRows, Start
 from gradherd.ordering.random import SeededRandom
+from gradherd.ordering.shuffles import RowlessPolicy
 
 
 class UnitValues:
@@ -276,7 +277,7 @@ def group_by_length(permutation: Tensor, lengths: Tensor, batch: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LengthGrouped(Policy):
+class LengthGrouped(RowlessPolicy):
     """Give batches sequences of about the same length.
 
     >>> LengthGrouped([5, 9, 7], batch=2)
@@ -289,7 +290,6 @@ class LengthGrouped(Policy):
     batch: int
     """Units in a rank's batch: batch_size / unit."""
 
-    needs_rows: ClassVar[bool] = False
     start: ClassVar[Start | None] = "computed"
 
     def __post_init__(self) -> None:
@@ -297,13 +297,6 @@ class LengthGrouped(Policy):
             raise ValueError(f"batch must be at least 1, got {self.batch}")
         if not isinstance(self.lengths, UnitValues):
             object.__setattr__(self, "lengths", UnitValues("lengths", self.lengths))
-
-    def observe(
-        self, state: EpochState, rows: Rows, seen: Tensor, random: SeededRandom
-    ) -> Script[None]:
-        """Count the steps; gradients are ignored."""
-        state.steps += len(seen)
-        yield from ()  # nothing to ask of other ranks
 
     def reorder(
         self, orders: list[Tensor], state: EpochState, epoch: int, random: SeededRandom

@@ -1,5 +1,7 @@
 """Local steps on real ranks: against a slow reference, saved, resumed, resized, broken."""
 
+import re
+
 import pytest
 import torch
 
@@ -353,14 +355,14 @@ def test_all_methods_have_the_same_defaults():
 @pytest.mark.parametrize(
     ("settings", "needle"),
     [
-        ({"fewer": 5}, "fewer must be from 16 to 1,000 times, got 5"),
+        ({"fewer": 5}, "fewer must be in [16, 1000], got 5"),
         ({"fewer": "many"}, "fewer must be a number"),
         ({"fewer": 100, "every": 4}, "fewer sets every, so give one of both"),
         ({"fewer": 100, "method": "exdyna"}, "fewer sets method"),
         ({"every": 0}, "every must be at least 1, got 0"),
         ({"every": 2.0}, "every must be"),
         ({"decay": 1.5}, "decay must be in [0, 1], got 1.5"),
-        ({"outer_lr": 0}, "outer_lr must be above 0"),
+        ({"outer_lr": 0}, "outer_lr must be in (0, inf), got 0"),
         ({"outer_momentum": 1.0}, "outer_momentum must be in [0, 1)"),
         ({"delay": 3}, "delay goes with overlap=True"),
         ({"overlap": True, "every": 4, "delay": 5}, "in [1, every = 4], got 5"),
@@ -371,5 +373,5 @@ def test_all_methods_have_the_same_defaults():
     ],
 )
 def test_bad_settings(settings, needle):
-    with pytest.raises(ValueError, match="(?s)" + needle.replace("[", r"\[").replace(")", r"\)")):
+    with pytest.raises(ValueError, match="(?s)" + re.escape(needle)):
         gh.LocalSteps(**settings)

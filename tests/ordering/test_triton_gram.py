@@ -8,6 +8,8 @@ pytest.importorskip("triton")
 
 from gradherd.comm.script import run
 from gradherd.comm.world import World
+from gradherd.gpu import launch
+from gradherd.ordering import balance as forms
 from gradherd.ordering import triton_gram
 from gradherd.ordering.balance import (
     Unsigned,
@@ -25,7 +27,6 @@ pytestmark = [
     # The interpreter computes in numpy, which tells what a GPU does in silence.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
-NOTHING = np.empty((0, 1))
 
 
 def columns(streams, count, dim, offset=0, whole=False):
@@ -40,10 +41,20 @@ def columns(streams, count, dim, offset=0, whole=False):
     return there, running.to(DEVICE)[:, offset : offset + dim]
 
 
+@pytest.fixture(autouse=True)
+def kernels_run_here(monkeypatch):
+    monkeypatch.setattr(forms, "KERNEL_DEVICES", {DEVICE})
+
+
+def given(vectors, running):
+    return Unsigned(
+        vectors, running, Greedy(), np.zeros(vectors.shape[:2]), np.empty((0, len(vectors)))
+    )
+
+
 def loop(vectors, running):
     """The signs of the loop over vectors in float64, and its sums in float32."""
-    rest = Greedy(), np.zeros(vectors.shape[:2]), np.empty((0, len(vectors)))
-    exact = sequential(Unsigned(vectors.cpu().double(), running.cpu().double(), *rest))
+    exact = sequential(given(vectors.cpu().double(), running.cpu().double()))
     total = running.cpu().clone()
     for p in range(vectors.shape[1]):
         total += exact.signs[:, p, None] * vectors[:, p].cpu()
@@ -79,7 +90,7 @@ def test_products_are_those_of_float64(shape):
 def test_signs_and_sums_are_those_of_the_loop(shape):
     z, running = columns(*shape, whole=True)
     before = running.clone()
-    signs, total = triton_gram.balance_greedy(z, running, 64)
+    signs, total, _ = block_gram(given(z, running))
     wanted, sums = loop(z, running)
     assert signs.dtype == torch.int8 and torch.equal(signs.cpu(), wanted)
     assert torch.equal(total.cpu(), sums)
@@ -101,7 +112,7 @@ def test_a_sum_may_be_written_over_its_own_memory():
 def test_a_vector_that_is_not_finite_is_left_out(bad):
     z, running = columns(1, 6, 100, whole=True)
     z[0, 0, 99] = z[0, 3, 7] = bad  # the square of the last one is not finite
-    signs, total = triton_gram.balance_greedy(z, running, 64)
+    signs, total, _ = block_gram(given(z, running))
     others = [1, 2, 4, 5]
     wanted, sums = loop(z[:, others], running)
     assert signs.cpu()[0, [0, 3]].tolist() == [0, 0]
@@ -113,10 +124,11 @@ def test_the_recursion_is_that_of_the_host():
     both[..., 1:] = both[..., 1:] + both[..., 1:].mT
     both[0, :, 0] = 0  # ties
     both[0, :, 1:] = 0
-    taken = triton_gram.greedy(both.to(DEVICE)).cpu()
+    taken = torch.empty(3, 40, dtype=torch.int8, device=DEVICE)
+    launch(triton_gram._greedy_kernel, (3,), both.to(DEVICE), taken, 40, 40, P=64, num_warps=1)
     inner, gram = both[..., 0].numpy().copy(), both[..., 1:].numpy()
     wanted, _ = signs_from_products(inner, gram, Greedy(), np.zeros((3, 40)), np.empty((0, 3)))
-    assert np.array_equal(taken.numpy(), wanted)
+    assert np.array_equal(taken.cpu().numpy(), wanted)
 
 
 @only_gpu
@@ -138,18 +150,3 @@ def test_every_rule_whole_and_sharded_on_a_gpu(rule):
         assert torch.equal(cpu.signs, gpu.signs)
         assert torch.equal(cpu.running, gpu.running.cpu())
         np.testing.assert_allclose(cpu.carry, gpu.carry, rtol=1e-5)
-
-
-@only_gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_nothing_waits_for_the_host_but_the_signs():
-    z, running = columns(1, 64, 100_000)
-    for mode in (0, "error"):  # the first time Triton compiles
-        torch.cuda.set_sync_debug_mode(mode)
-        try:
-            triton_gram.balance_greedy(z, running, 64)
-        finally:
-            torch.cuda.set_sync_debug_mode(0)
-    kept = running.clone()
-    found = block_gram(Unsigned(z, running, Greedy(), np.zeros((1, 64)), NOTHING))
-    assert found.signs.device.type == "cpu" and torch.equal(kept, running)

@@ -18,15 +18,15 @@ from gradherd.advise.costs import (
     all_reduce_seconds,
     all_to_all_seconds,
 )
+from gradherd.comm.checks import check_in
 from gradherd.sparsify.message_sizes import (
     COUNT_BYTES,
     DEFAULT_DENSITY,
     EXDYNA_CAPACITY,
     FLAG_BYTES,
-    ONE_ROUND_BYTES,
-    ONE_ROUND_SHARE,
     VALUE_BITS,
     ValueFormat,
+    fits_one_round,
     index_bytes,
     index_formats,
     magnitude_bytes,
@@ -71,19 +71,11 @@ class Setting:
     """Share of the backward pass that a dense exchange can overlap with."""
 
     def __post_init__(self) -> None:
-        for name in ("params", "side"):
-            if not 1 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be at least 1 and finite, got {getattr(self, name)}")
-        for name in ("workers", "rank"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("backward", "forward"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
-        if not 0 < self.density <= 1:
-            raise ValueError(f"density must be in (0, 1], got {self.density}")
-        if not 0 <= self.overlap <= 1:
-            raise ValueError(f"overlap must be in [0, 1], got {self.overlap}")
+        check_in("[1, inf)", params=self.params, side=self.side)
+        check_in("[1, inf)", workers=self.workers, rank=self.rank)
+        check_in("[0, inf)", backward=self.backward, forward=self.forward)
+        check_in("(0, 1]", density=self.density)
+        check_in("[0, 1]", overlap=self.overlap)
 
     @property
     def compute(self) -> float:
@@ -276,9 +268,7 @@ def _values(setting: Setting, count: float, form: ValueFormat = "fp32") -> tuple
         return _VALUE_BYTES * values if bits is None else value_bytes(math.ceil(values), bits)
 
     ranks, link, size = setting.workers, setting.link, size_of(count)
-    dense = 2 * _VALUE_BYTES * setting.params
-    # Latency dominates small messages: one round with more bytes is then faster than two.
-    if size <= ONE_ROUND_BYTES or (ranks - 2) * size <= ONE_ROUND_SHARE * dense:
+    if fits_one_round(size, ranks, _VALUE_BYTES * setting.params):
         return all_gather_seconds(size, ranks, link), size * (ranks - 1)
     # Few-bit values have levels for every slice, so a slice is rounded up on its own.
     share = size_of(count / ranks)

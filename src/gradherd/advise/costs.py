@@ -16,8 +16,9 @@ Take all of them as starting points, and measure.
 Letters: R ranks.
 """
 
-import math
 from dataclasses import dataclass
+
+from gradherd.comm.checks import check_in
 
 GOODPUT = 0.94
 """Share of an Ethernet link that carries data: 1,448 of 1,538 bytes, as the rest are headers of
@@ -51,14 +52,9 @@ class NetworkLink:
     """Share of the goodput that an all-to-all reaches: gloo's does not fill a slow link."""
 
     def __post_init__(self) -> None:
-        # `not >` also refuses NaN, for which every comparison is false.
-        if not self.bandwidth > 0:
-            raise ValueError(f"bandwidth must be positive, got {self.bandwidth}")
-        if not 0 <= self.latency < math.inf:
-            raise ValueError(f"latency must be 0 or more and finite, got {self.latency}")
-        for name in ("goodput", "all_to_all_share"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
+        check_in("(0, inf]", bandwidth=self.bandwidth)
+        check_in("[0, inf)", latency=self.latency)
+        check_in("(0, 1]", goodput=self.goodput, all_to_all_share=self.all_to_all_share)
 
     def transfer(self, size: float) -> float:
         """Return the seconds to send, or to receive, `size` bytes."""

@@ -45,6 +45,37 @@ def check_numbers(**values: Any) -> None:
             raise ValueError(f"{name} must be a number, got {value!r}")
 
 
+def check_in(interval: str, **values: Any) -> None:
+    """Raise ValueError unless all `values` are numbers in an interval, such as "[0, 1)".
+
+    >>> check_in("[0, 1)", momentum=1.5)
+    Traceback (most recent call last):
+        ...
+    ValueError: momentum must be in [0, 1), got 1.5
+    """
+    check_numbers(**values)
+    low, high = map(float, interval[1:-1].split(","))
+    for name, value in values.items():
+        above = value >= low if interval[0] == "[" else value > low
+        below = value <= high if interval[-1] == "]" else value < high
+        if not (above and below):  # also for NaN
+            raise ValueError(f"{name} must be in {interval}, got {value}")
+
+
+def check_choice(name: str, value: Any, *allowed: Any) -> None:
+    """Raise ValueError unless `value` is one of those `allowed`; 1 is not True.
+
+    >>> check_choice("drop_last", "no", True, False)
+    Traceback (most recent call last):
+        ...
+    ValueError: drop_last must be True or False, got 'no'
+    """
+    if not any(type(value) is type(one) and value == one for one in allowed):
+        names = [str(one) for one in allowed]
+        known = f"{', '.join(names[:-1])} or {names[-1]}"
+        raise ValueError(f"{name} must be {known}, got {value!r}")
+
+
 def check_state(state: Any, *needed: str) -> None:
     """Raise ValueError unless `state` is a mapping with the keys `needed`."""
     if not isinstance(state, Mapping):

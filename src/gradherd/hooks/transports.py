@@ -223,7 +223,6 @@ class GatheringTransport(RankTransport):
         self._gatherer = RowGatherer(
             sampler, self._runner, policy_checks=self._policy_checks, scatters=scattered is not None
         )
-        self._epoch_gatherer: EpochGatherer | None = None
         self.figures: RowFigures | None = None
         """What measures the rows of each batch, if somebody wants to know."""
         self._alone = world.size == 1
@@ -248,7 +247,7 @@ class GatheringTransport(RankTransport):
 
     def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
         """Feed back a row for each unit of the batch."""
-        if self._epoch_gatherer is None and not self._alone:
+        if self._gatherer.in_order and not self._alone:
             comparison = self._in_step.compare(claim, self._side)
             if not comparison.same:
                 self._source.clear()
@@ -264,14 +263,11 @@ class GatheringTransport(RankTransport):
         rows = self._source.take(claim.examples, loss_scale)
         if self.figures is not None:
             self.figures.add(rows)
-        if self._epoch_gatherer is not None:
-            self._epoch_gatherer.add(rows, claim)
-            return
         self._gatherer.add(rows, claim)
         left = self._sampler.ordering.length - claim.step - claim.units
         # A last batch that is shorter may be dropped by the loader (drop_last), and would then
         # never come.
-        if left * self._sampler.unit < self._sampler.batch_size:
+        if self._gatherer.in_order and left * self._sampler.unit < self._sampler.batch_size:
             self._gatherer.flush()  # the last batch of the epoch: the next order is needed now
 
     def _policy_checks(self, rows: Tensor) -> bool:
@@ -309,12 +305,11 @@ class GatheringTransport(RankTransport):
 
     def by_index(self) -> None:
         """Hold rows until the end of the epoch."""
-        if self._epoch_gatherer is None:
+        if self._gatherer.in_order:
             sampler = self._sampler
-            batches = -(-len(sampler) // sampler.batch_size)
-            steps = (sampler.ordering.length, batches)
+            steps = (sampler.ordering.length, -(-len(sampler) // sampler.batch_size))
             scatters = self.layout is not None
-            self._epoch_gatherer = EpochGatherer(sampler, self._runner, *steps, scatters=scatters)
+            self._gatherer = EpochGatherer(sampler, self._runner, *steps, scatters=scatters)
 
     def metrics(self) -> dict[str, Any]:
         """Return the parameters that rows leave out, and the time rows took in backwards."""
@@ -329,10 +324,7 @@ class GatheringTransport(RankTransport):
 
     def finish(self) -> None:
         """Let the sampler learn all that was fed."""
-        if self._epoch_gatherer is not None:
-            self._epoch_gatherer.flush()
-            return
-        if self._gatherer.waiting:
+        if self._gatherer.in_order and self._gatherer.waiting:
             self._in_step.check_end(self._side)
         self._gatherer.flush()
 

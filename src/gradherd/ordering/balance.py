@@ -3,16 +3,16 @@
 A sign rule decides on scalars only: the inner product of a vector with the running sum before it,
 and the vector's squared norm. The same rule therefore drives several forms with equal results:
 `sequential` (one vector after the other), `block_gram` (many vectors from their Gram matrix) and
-`balance_sharded` (the same for ranks that each hold a shard of the columns). `balance` picks the
-faster one of the first two.
+`balance_sharded` (the same for ranks that each hold a shard of the columns). `balance` takes the
+first on a CPU, and the second on a GPU.
 
 For a block of vectors Z and the running sum S, u = Z.S and G = Z.Z^T are computed at once. The
 recursion inner_k = u_k + sum_{l<k} s_l G_lk runs on scalars, and S += Z^T.s is added once. Up to
 rounding this gives the signs of the loop over vectors, with one host sync per block; published
 CD-GraB code has one per vector. And u and G add up over shards of the columns, which is how ranks
 sign together (`sum_over_shards`) without any of them holding whole gradients of the others. Neither
-is part of the papers. On a GPU `triton_gram` computes products and sums if Triton is installed, and
-the greedy rule's signs as well: then nothing waits for the host.
+is part of the papers. On a GPU `triton_gram` computes products and sums if Triton is installed.
+Most vectors do not come here then: `device_signs` signs them by the greedy rule without the host.
 
 `reorder` fills the next order from both ends, as in the papers: each unit at the next free slot of
 its side. A prefix of the new order is then half an old prefix plus half a signed sum, and a suffix
@@ -53,9 +53,6 @@ MOST = 64
 """Vectors of a block that kernels sign: the (P, P) products of more do not fit into registers."""
 KERNEL_DEVICES = {"cuda"}
 """Where kernels run; tests add the CPU, on which Triton interprets them."""
-# On a GPU (H200) a Gram block pays off from a few vectors on. Without Triton only up to the length
-# at which a library's product of few, very long rows falls behind.
-FEW_VECTORS, _GPU_COLUMNS = 8, 4_000_000
 # Vectors of one message between ranks that hold columns: more would send more products than rows.
 _SHARED_BLOCK = 32
 # From this many streams on, one step of all streams together costs less than their blocks.
@@ -92,7 +89,7 @@ class Signed(NamedTuple):
 
 
 def balance(given: Unsigned) -> Signed:
-    """Sign vectors with whichever form is faster for their shape and device.
+    """Sign vectors with the form that is faster on their device.
 
     >>> vectors = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [0.0, 2.0]]])
     >>> start, nothing = torch.zeros(1, 2), np.empty((0, 1))
@@ -100,16 +97,8 @@ def balance(given: Unsigned) -> Signed:
     >>> signed.signs.tolist(), signed.running.tolist()
     ([[1, -1, 1]], [[0.0, 2.0]])
     """
-    # The choice depends on shapes and device only, which are equal on all ranks. The forms round
-    # differently, so ranks that chose differently could end up with different orders.
-    streams, count, columns = given.vectors.shape
-    if given.vectors.device.type == "cpu":  # no sync to save: the loop reads each vector once
-        use_blocks, block = False, 1
-    elif fast_form(given.vectors, given.running):
-        use_blocks, block = streams * count >= FEW_VECTORS, MOST
-    else:  # One block: the host sync dominates, until the products do.
-        use_blocks, block = count >= FEW_VECTORS and columns <= _GPU_COLUMNS, 1024
-    return block_gram(given, block) if use_blocks else sequential(given)
+    # On a CPU there is no sync to save: the loop reads each vector once.
+    return sequential(given) if given.vectors.device.type == "cpu" else block_gram(given)
 
 
 def balance_sharded(given: Unsigned, *, step: int) -> Script[Signed]:
@@ -211,12 +200,8 @@ def _sequential_stream(
     return signs, carry[:, 0]
 
 
-def block_gram(given: Unsigned, block: int = 64) -> Signed:
+def block_gram(given: Unsigned, block: int = MOST) -> Signed:
     """Sign vectors from their inner products, `block` vectors of a stream at a time."""
-    fast = fast_form(given.vectors, given.running)
-    if fast and isinstance(given.rule, Greedy):
-        signs, total = fast.balance_greedy(given.vectors, given.running, min(block, MOST))
-        return Signed(signs.cpu(), total, given.carry)
     script = blocks(given._replace(running=given.running.clone()), block=block)
     signed: Signed = run(script, World.single()).value
     return signed

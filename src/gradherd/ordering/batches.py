@@ -40,8 +40,8 @@ class LoopCount:
     """Whether the loop is over."""
     iterator: "weakref.ref[FollowedIterator] | None" = None
     """The loop's iterator, if there is one: a loop that is broken off releases it."""
-    passes: int = 0
-    """Passes over the sampler that have begun within the loop: one, unless the loader repeats."""
+    newest: "EpochPass | None" = None
+    """The last pass over the sampler that has begun within the loop; more if the loader repeats."""
 
     @property
     def alive(self) -> bool:
@@ -73,8 +73,6 @@ class EpochPass:
     """The sampler's iterator, as long as a loader holds it."""
     count: LoopCount | None = None
     """The count of the named loop that draws from the pass."""
-    place: int = 0
-    """Which of the loop's passes it is."""
     counted_before: int = 0
     """Batches of the loop's passes before."""
     fetched_ahead: bool = False
@@ -89,7 +87,7 @@ class EpochPass:
     def alive(self) -> bool:
         """Whether its loop may continue: a loop that ended releases its iterator."""
         if self.count is not None:
-            return self.count.alive and self.count.passes == self.place
+            return self.count.alive and self.count.newest is self
         return self.iterator is not None and self.iterator() is not None
 
     def num_batches(self, batch_size: int) -> int:
@@ -105,12 +103,6 @@ class EpochPass:
     def _counted(self) -> int:
         assert self.count is not None
         return self.count.delivered - self.counted_before
-
-    @property
-    def replaced(self) -> bool:
-        """Whether the loader has dropped it for another: some do so when they load a state."""
-        dropped = self.iterator is not None and self.iterator() is None and not self.ended
-        return dropped or self.handed_out == self.begin
 
     def check(self, batch_size: int) -> None:
         """Raise if what was received cannot be told from what was handed out."""
@@ -185,14 +177,7 @@ class Batches:
         self.begin_epoch(epoch=0, version="", start=0, length=0)
 
     def begin_epoch(self, *, epoch: int, version: str, start: int, length: int) -> None:
-        """Credit gradients to another epoch from now on.
-
-        Args:
-            epoch: Its number.
-            version: Version of its order.
-            start: Position at which it is resumed; 0 at its beginning.
-            length: Examples that this rank visits in it.
-        """
+        """Credit gradients to another epoch, from position `start` on of `length` examples."""
         self._epoch, self._version, self._start, self._length = epoch, version, start, length
         self._positions: dict[int, list[int]] | None = None
         self.position = start
@@ -215,17 +200,15 @@ class Batches:
         count = self._count
         if count is None or not count.alive:
             return
-        before = [other for other in self._passes if other.count is count and other.alive]
-        if before:
-            last = before[0]
+        if (last := count.newest) is not None:
+            dropped = last.iterator is not None and last.iterator() is None and not last.ended
             if last.received(self._batch_size) == last.num_batches(self._batch_size):
                 one.counted_before = count.delivered
-            elif last.replaced:
+            elif dropped or last.handed_out == last.begin:  # as some do when they load a state
                 one.counted_before = last.counted_before
             else:  # another loop's, or the loader fetches the next epoch before this one is over
                 return
-        count.passes += 1
-        one.count, one.place = count, count.passes
+        one.count, count.newest = count, one
 
     @property
     def newest(self) -> EpochPass | None:
@@ -383,11 +366,7 @@ class FollowedLoader:
     """A loader that fetches ahead, and tells the sampler which batch the loop has received."""
 
     def __init__(self, loader: Any, sampler: "OrderedSampler") -> None:
-        """Wrap a loader.
-
-        Args:
-            loader: A loader, or what a framework has made of one; it draws from `sampler`.
-            sampler: The sampler that learns.
+        """Wrap a loader, or what a framework has made of one; it draws from `sampler`.
 
         Raises:
             ValueError: The loader's batches are not those of the sampler.
@@ -409,12 +388,7 @@ class FollowedIterator(Iterator[Any]):
     """Iterates over batches, and counts for the sampler how many the loop has received."""
 
     def __init__(self, begin: Callable[[], Iterator[Any]], sampler: "OrderedSampler") -> None:
-        """Begin a loop.
-
-        Args:
-            begin: Begins to iterate over the loader.
-            sampler: The sampler that the loader draws from.
-        """
+        """Begin a loop: `begin` iterates over a loader that draws from `sampler`."""
         self._count = LoopCount(iterator=weakref.ref(self))
         sampler.follow(self._count)  # before the loader draws
         self._batches = begin()

@@ -20,12 +20,7 @@ _PREFIXES, _COLUMNS = 512, 4096
 def herding_bound(vectors: Tensor, order: Tensor) -> float:
     """Return the largest |sum of (vector - mean)|, in the maximum norm, over all prefixes.
 
-    Args:
-        vectors: (N, D) by unit id.
-        order: (N,) unit ids in visiting order.
-
-    Returns:
-        The bound; 0 without vectors.
+    `vectors` are (N, D) by unit id, `order` has (N,) unit ids. Without vectors it is 0.
 
     >>> herding_bound(torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]), torch.tensor([0, 1, 2, 3]))
     2.0
@@ -46,9 +41,6 @@ def parallel_herding_bound(vectors: Sequence[Tensor], orders: Sequence[Tensor]) 
     Args:
         vectors: One (N_i, D) per worker, by unit id; a (M, N, D) tensor will do.
         orders: One (N_i,) per worker, unit ids in visiting order.
-
-    Returns:
-        The bound; 0 without vectors.
 
     >>> vectors, same = torch.tensor([[[1.0], [-1.0]], [[1.0], [-1.0]]]), torch.tensor([0, 1])
     >>> parallel_herding_bound(vectors, [same, same])
@@ -78,24 +70,14 @@ class HerdingWatch:
     """
 
     def __init__(self, length: int) -> None:
-        """Watch from the next epoch on.
-
-        Args:
-            length: Time steps of an epoch.
-        """
+        """Watch from the next epoch on; epochs have `length` time steps."""
         self._stride = max(1, -(-length // _PREFIXES))
         self._begun = False  # not in an epoch that was begun before
         self.last: Tensor | None = None
         """() bound of the last epoch that was watched from its first step."""
 
     def add(self, step: int, rows: Rows, seen: Tensor) -> None:
-        """Add the rows of the next time steps.
-
-        Args:
-            step: Time step of the first one.
-            rows: (b, M, D).
-            seen: (b, M) which of them are real, on the host.
-        """
+        """Add the (b, M, D) rows from `step` on; (b, M) `seen` is on the host."""
         if step == 0:
             self._begun, self._count = True, 0
             self._sums: list[Tensor] = []  # (p, c) each

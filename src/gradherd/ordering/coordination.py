@@ -18,7 +18,7 @@ Shapes: b units of a batch, R workers, k columns of a row, C columns of this ran
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -63,6 +63,7 @@ def observe_gathered(
     claim: BatchClaim | None = None,
     *,
     scatters: bool = False,
+    seen: Tensor | None = None,
 ) -> Script[None]:
     """Gather or scatter the rows of some batches of all workers and learn from them.
 
@@ -72,40 +73,28 @@ def observe_gathered(
         batches: Units of each batch.
         claim: The units of the first batch; the next ones by default.
         scatters: Give every rank a slice of the columns instead of gathering whole rows.
+        seen: (steps,) int64 which rows of a whole epoch are real, where workers may differ in it.
     """
     # Every rank gathers all rows and repeats the same computation. The gathered bits are equal on
     # all ranks, and so are the signs: no order is ever sent.
     answer: Tensor = yield ScatterColumns(rows) if scatters else AllGather(rows)
-    by_step, finite = answer.transpose(0, 1), None  # (steps, R, k or C)
+    by_step = answer.transpose(0, 1)  # (steps, R, k or C)
+    own = ShardedRows((by_step,)) if scatters else by_step
+    finite = None
+    if seen is not None:
+        # What a worker has missed is known to that worker only.
+        all_seen: Tensor = yield AllGather(seen)
+        yield from learner.learn(own, all_seen.T > 0, first=0)
+        return
     if scatters:
         # A slice does not tell whether the rest of its row is finite; who has sent it knows.
         told: Tensor = yield AllGather(rows.sum(-1).isfinite().cpu())
         finite = told.all(0)
     if claim is not None and claim.epoch != learner.epoch:
         return  # Rows of an epoch that is over come too late.
-    seen = finite_batches(by_step, batches, finite)
-    own = ShardedRows((by_step,)) if scatters else by_step
-    yield from learner.learn(own, seen, first=None if claim is None else claim.step)
-    learner.note_finite(seen[:, 0])
-
-
-def observe_epoch(
-    learner: Learner, rows: Tensor, seen: Tensor, *, scatters: bool = False
-) -> Script[None]:
-    """Learn from a whole epoch of which workers may have missed different steps.
-
-    Args:
-        learner: What learns.
-        rows: (steps, k) this worker's rows by time step; zero where it has none.
-        seen: (steps,) int64, which of them are real.
-        scatters: As in `observe_gathered`.
-    """
-    # Which steps a worker has missed is known to that worker only, so it is gathered, too.
-    all_rows: Tensor = yield ScatterColumns(rows) if scatters else AllGather(rows)
-    all_seen: Tensor = yield AllGather(seen)
-    by_step = all_rows.transpose(0, 1)
-    own = ShardedRows((by_step,)) if scatters else by_step
-    yield from learner.learn(own, all_seen.T > 0, first=0)
+    counted = finite_batches(by_step, batches, finite)
+    yield from learner.learn(own, counted, first=None if claim is None else claim.step)
+    learner.note_finite(counted[:, 0])
 
 
 def observe_slices(
@@ -137,7 +126,7 @@ def finite_batches(rows: Tensor, batches: Sequence[int], finite: Tensor | None =
     The mean gradient of such a batch is not finite either, so the optimizer skips it on all ranks.
 
     Args:
-        rows: (steps, R, k) of some batches, one after the other.
+        rows: (steps, R, k) of batches with so many units each, one after the other.
         batches: Units of each batch.
         finite: (steps,) which steps are finite, if it is known already.
 
@@ -155,6 +144,9 @@ def finite_batches(rows: Tensor, batches: Sequence[int], finite: Tensor | None =
 
 class RowGatherer:
     """Collects rows of batches and has them gathered, many batches at a time."""
+
+    in_order: ClassVar[bool] = True
+    """Whether batches come in the order of the epoch."""
 
     def __init__(
         self,
@@ -253,41 +245,31 @@ def _follows(claim: BatchClaim, last: BatchClaim) -> bool:
     return (claim.epoch, claim.step) == (last.epoch, last.step + last.units)
 
 
-class EpochGatherer:
+class EpochGatherer(RowGatherer):
     """Collects the rows of an epoch whose batches arrive in any order, and gathers them at its end.
 
     Workers may have missed different batches, so every worker sends a whole epoch. It takes memory
     for one row of every unit, which is why batches in order go through `RowGatherer`.
     """
 
+    in_order = False
+
     def __init__(
-        self, learner: Learner, runner: Runner, length: int, batches: int, *, scatters: bool = False
+        self, learner: Learner, runner: Runner, length: int, batches: int, *, scatters: bool
     ) -> None:
-        """Start empty.
-
-        Args:
-            learner: What learns from the rows.
-            runner: Runs the script.
-            length: Time steps of an epoch.
-            batches: Batches of an epoch.
-            scatters: As in `observe_gathered`.
-        """
-        self._scatters = scatters
-        self._learner = learner
-        self._runner = runner
+        """Start empty, for epochs of so many time steps and batches."""
+        super().__init__(learner, runner, every=batches, scatters=scatters)
         self._length = length
-        self._batches = batches
-        self._waiting: list[tuple[BatchClaim, Tensor]] = []
 
-    def add(self, rows: Tensor, claim: BatchClaim) -> None:
+    def add(self, rows: Tensor, claim: BatchClaim | None = None) -> None:
         """Add the (b, k) rows of a batch; the last one of an epoch has them gathered."""
         self._waiting.append((claim, rows))
         # Batches are counted, not units: ranks feed back equally many batches, but one that has
         # met the short batch of the epoch twice, or not at all, has other units.
-        if len(self._waiting) >= self._batches:
+        if len(self._waiting) >= self._every:
             self.flush()
 
-    def flush(self) -> None:
+    def send(self) -> None:
         """Learn in the order of the epoch, with gaps for batches that were missed."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
@@ -296,6 +278,7 @@ class EpochGatherer:
         rows = like.new_zeros(self._length, like.shape[1])
         seen = torch.zeros(self._length, dtype=torch.int64, device=like.device)
         for claim, own in waiting:
+            assert claim is not None
             span = slice(claim.step, claim.step + claim.units)
             rows[span] = own
             # Here a worker leaves out its own batch only: workers' batches of one step need not
@@ -303,8 +286,9 @@ class EpochGatherer:
             seen[span] = int(own.sum().isfinite())
         # On the host, where a rank that scatters exchanges what is small.
         seen = seen.cpu() if self._scatters else seen
-        self._runner.start(observe_epoch(self._learner, rows, seen, scatters=self._scatters))
-        self._runner.finish()
+        self._runner.start(
+            observe_gathered(self._learner, rows, [], scatters=self._scatters, seen=seen)
+        )
 
 
 def compare_claims(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradherd.gpu import captured
-from gradherd.ordering.balance import FEW_VECTORS, MOST, fast_form, give_up_kernels
+from gradherd.ordering.balance import MOST, fast_form, give_up_kernels
 from gradherd.ordering.sign_rules import Greedy, SignRule
 
 SIGNING_DEVICES = {"cuda"}
@@ -24,6 +24,7 @@ _MOST_ELEMENTS = 1 << 24
 _MOST_ROWS = 128
 _RUNS_BEFORE_GRAPH = 3  # batch sizes that do not come again are not worth one
 _MOST_SIZES = 4
+_FEW_VECTORS = 8  # below, a loop takes less than a block, and copies nothing
 
 
 class Sums(NamedTuple):
@@ -166,7 +167,7 @@ def sign_on_device(
     signs: Tensor | None = None
     if signer is not None:
         signs, sums = signer.sign(rows, sums)
-    if signs is None and rows.shape[0] * rows.shape[1] < FEW_VECTORS:
+    if signs is None and rows.shape[0] * rows.shape[1] < _FEW_VECTORS:
         signs = _sign_one_by_one(rows, sums)
     return signs, sums, signer
 

@@ -301,11 +301,7 @@ class Ordering:
         return state
 
     def map_columns(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Convert the state to other columns, if later rows will have those.
-
-        Args:
-            change: Takes one (D,) row of the state and returns it with the new columns.
-        """
+        """Convert each (D,) row of the state to the columns that later rows will have."""
         for name in self._state.columns:
             rows = getattr(self._state, name)
             if rows is not None:

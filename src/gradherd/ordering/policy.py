@@ -94,10 +94,6 @@ class EpochState:
     def valid(self, first: int, steps: int) -> Tensor:
         """Return (steps, M) booleans: does the worker have a unit at that time step?
 
-        Args:
-            first: The first time step.
-            steps: Number of time steps.
-
         >>> EpochState(sizes=(3, 2), epoch=0).valid(first=1, steps=2).tolist()
         [[True, True], [True, False]]
         """

@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradherd.comm.checks import check_whole
+
 # Part of the seed, so that orders and signs of an epoch are independent. Changing a number changes
 # every run.
 _PURPOSES = {"order": 0, "signs": 1, "blocks": 2}
@@ -33,21 +35,14 @@ class SeededRandom:
     """Seed of the run, at least 0; equal on all ranks."""
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ValueError(f"seed must be at least 0, got {self.seed}")
+        check_whole("seed", self.seed, 0)
 
     def permutations(
         self, sizes: Sequence[int], epoch: int, purpose: Literal["order", "blocks"] = "order"
     ) -> list[Tensor]:
-        """Return a permutation of each worker's units, independent across workers and epochs.
+        """Return a permutation of each worker's n_i units.
 
-        Args:
-            sizes: Number of units of each worker.
-            epoch: Epoch, from 0.
-            purpose: What is permuted; different purposes draw independently.
-
-        Returns:
-            (n_i,) unit ids of each worker.
+        Independent across workers, epochs and purposes.
         """
         return [
             torch.randperm(size, generator=self._generator(purpose, epoch, worker))
@@ -55,16 +50,7 @@ class SeededRandom:
         ]
 
     def draws(self, steps: int, workers: int, epoch: int) -> NDArray[np.float64]:
-        """Return the uniform draws for an epoch's signs.
-
-        Args:
-            steps: Vectors of each worker in the epoch.
-            workers: Number of workers.
-            epoch: Epoch, from 0.
-
-        Returns:
-            (steps, workers) in [-1, 1), read-only.
-        """
+        """Return the (steps, workers) uniform draws in [-1, 1) for an epoch's signs, read-only."""
         return _uniform(self._generator("signs", epoch, 0).initial_seed(), steps, workers)
 
     def _generator(

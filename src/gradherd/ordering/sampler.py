@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from gradherd.comm.checks import BrokenBatches, check_state, check_whole
+from gradherd.comm.checks import BrokenBatches, check_choice, check_state, check_whole
 from gradherd.comm.script import Script
 from gradherd.comm.world import World
 from gradherd.ordering.batches import (
@@ -50,12 +50,7 @@ class EpochIterator(Iterator[int]):
     """Iterates over an epoch. The order is that of the sampler when the pass began."""
 
     def __init__(self, sampler: "OrderedSampler", epoch_pass: EpochPass) -> None:
-        """Start a pass.
-
-        Args:
-            sampler: What hands out the examples.
-            epoch_pass: How far the pass has come.
-        """
+        """Start a pass over what `sampler` hands out."""
         self._sampler = sampler
         self._indices = sampler.indices()
         self._cursor = sampler.cursor(0)
@@ -380,8 +375,7 @@ class OrderedSampler(DistributedSampler[Any]):
             skipped_by: Who skips the batches of the epoch that were trained on already: iterators
                 of this sampler, or "loader", a framework that skips them by itself. Never both.
         """
-        if skipped_by not in ("sampler", "loader"):
-            raise ValueError(f"skipped_by must be 'sampler' or 'loader', got {skipped_by!r}")
+        check_choice("skipped_by", skipped_by, "sampler", "loader")
         check_state(state, "epoch")
         self._loader_skips = skipped_by == "loader"
         self._named_epoch = None

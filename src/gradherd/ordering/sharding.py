@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from gradherd.comm.checks import check_whole
+from gradherd.comm.checks import check_choice, check_whole
 
 
 def check_sampling(
@@ -56,9 +56,7 @@ class UnitSharding:
     def __post_init__(self) -> None:
         if self.examples < 1:
             raise ValueError(f"the data set must hold at least one example, got {self.examples}")
-        # Any text is true, "no" and "False" included.
-        if self.drop_last not in (True, False):
-            raise ValueError(f"drop_last must be True or False, got {self.drop_last!r}")
+        check_choice("drop_last", self.drop_last, True, False)
         if self.drop_last and self.length == 0:
             raise ValueError(
                 f"drop_last=True leaves nothing of {self.examples} examples for {self.workers} "
@@ -87,16 +85,10 @@ class UnitSharding:
         return min(self.sizes) if self.drop_last else max(self.sizes)
 
     def indices(self, worker: int, order: Tensor) -> Tensor:
-        """Return the examples that `worker` visits in an epoch, in order.
+        """Return the (length * unit,) examples that `worker` visits in the order of its (n,) units.
 
-        A worker that is one unit short repeats the first of its order; one without any borrows one.
-
-        Args:
-            worker: Number of the worker.
-            order: (n,) its units in visiting order, counted from 0 within the worker.
-
-        Returns:
-            (length * unit,) indices into the data set.
+        Its units count from 0. A worker that is one short repeats the first of its order; one
+        without any borrows one.
 
         >>> sharding = UnitSharding(examples=10, unit=3, workers=3, drop_last=False)
         >>> sharding.indices(0, torch.tensor([1, 0])).tolist()
@@ -108,16 +100,7 @@ class UnitSharding:
         return self.examples_of(units.repeat(-(-self.length // len(units)))[: self.length])
 
     def examples_of(self, units: Tensor) -> Tensor:
-        """Return the examples of some units of the data set, unit by unit.
-
-        A short unit repeats its own examples.
-
-        Args:
-            units: (n,) global unit ids.
-
-        Returns:
-            (n * unit,) indices into the data set.
-        """
+        """Return the (n * unit,) examples of (n,) global units; a short one repeats its own."""
         filled = (self.examples - units * self.unit).clamp(max=self.unit)
         # Repeating, not padding with other examples: the unit's gradient stays (nearly) the mean
         # of its own ones, and every batch is full.
@@ -126,14 +109,10 @@ class UnitSharding:
 
 
 def can_reshard(old: Sequence[int], new: Sequence[int]) -> bool:
-    """Return whether orders can be moved from the old workers to another number of new ones.
+    """Return whether orders of workers with `old` units each can be moved to another number.
 
     That takes units that are striped over both: only striping says which unit of the data set a
     worker's unit is.
-
-    Args:
-        old: Number of units of each old worker.
-        new: Number of units of each new worker.
 
     >>> can_reshard((3, 3), (2, 2, 2)), can_reshard((3, 3), (3, 3)), can_reshard((8,), (3, 2, 3))
     (True, False, False)
@@ -147,15 +126,9 @@ def can_reshard(old: Sequence[int], new: Sequence[int]) -> bool:
 
 
 def sequence(orders: Sequence[Tensor], first: int = 0, length: int | None = None) -> Tensor:
-    """Return the global ids of the units visited in some time steps, as one sequence.
+    """Return the (n,) global ids of the units visited from time step `first` up to `length`.
 
-    Args:
-        orders: (n_i,) units of worker i in visiting order, counted from 0 within the worker.
-        first: The first time step.
-        length: The time step before which to stop; by default the end of the longest order.
-
-    Returns:
-        (n,) global unit ids: time step by time step, and within one by worker.
+    Time step by time step, and within one by worker. `orders` are of each worker's own units.
 
     >>> sequence([torch.tensor([1, 0, 2]), torch.tensor([0, 1])], first=1)
     tensor([0, 3, 4])
@@ -169,14 +142,7 @@ def sequence(orders: Sequence[Tensor], first: int = 0, length: int | None = None
 
 
 def own_units(units: Tensor, workers: int) -> list[Tensor]:
-    """Return for each worker its own units in the order of a sequence.
-
-    Args:
-        units: (n,) global unit ids.
-        workers: Number of workers.
-
-    Returns:
-        (n_i,) units of worker i, counted from 0 within the worker.
+    """Return for each worker its (n_i,) own units in the order of (n,) global ones.
 
     >>> own_units(torch.tensor([2, 1, 0, 3, 4]), workers=2)
     [tensor([1, 0, 2]), tensor([0, 1])]
@@ -185,16 +151,10 @@ def own_units(units: Tensor, workers: int) -> list[Tensor]:
 
 
 def stripe(units: Tensor, worker: int, workers: int, drop_last: bool) -> Tensor:
-    """Return what one worker visits when a sequence is striped over all workers.
+    """Return what one worker visits when (n,) global units are striped over all workers.
 
     All workers get the same number: the first units are repeated to fill the last round, or that
     round is dropped.
-
-    Args:
-        units: (n,) global unit ids.
-        worker: Number of the worker.
-        workers: Number of workers.
-        drop_last: Whether the last round is dropped if it is not full.
 
     >>> [stripe(torch.tensor([5, 3, 4]), worker, 2, drop_last=False).tolist() for worker in (0, 1)]
     [[5, 4], [3, 5]]
@@ -215,11 +175,6 @@ def is_permutation(order: Tensor) -> bool:
 
 def check_reordered(orders: object, sizes: Sequence[int], policy: object) -> list[Tensor]:
     """Return the orders that a policy's `reorder` returned, as a list.
-
-    Args:
-        orders: What it returned.
-        sizes: Number of units of each worker.
-        policy: For the message.
 
     Raises:
         ValueError: They are not one permutation for each worker.
@@ -246,17 +201,8 @@ def check_reordered(orders: object, sizes: Sequence[int], policy: object) -> lis
 
 
 def check_orders(orders: Sequence[Tensor], rest: Tensor | None) -> None:
-    """Check orders that were read from somewhere.
-
-    A damaged order would train on some units twice and on others never, without an error.
-
-    Args:
-        orders: (n_i,) units of worker i in visiting order.
-        rest: Global ids of units that are still to be visited, if there are any.
-
-    Raises:
-        ValueError: An order is not a permutation, or the rest is not a set of units.
-    """
+    """Raise ValueError unless loaded orders are permutations, and their rest a set of units."""
+    # A damaged order would train on some units twice and on others never, without an error.
     for worker, order in enumerate(orders):
         if not is_permutation(order):
             raise ValueError(f"state is damaged: worker {worker}'s order is not a permutation")

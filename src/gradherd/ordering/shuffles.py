@@ -21,9 +21,22 @@ NextOrders = Callable[[list[Tensor], Sequence[int], int, SeededRandom], list[Ten
 """(orders of the epoch before, units of each worker, epoch, random) -> orders of `epoch`."""
 
 
+class RowlessPolicy(Policy):
+    """A policy that ignores gradients, and only counts the steps."""
+
+    needs_rows: ClassVar[bool] = False
+
+    def observe(
+        self, state: EpochState, rows: Rows, seen: Tensor, random: SeededRandom
+    ) -> Script[None]:
+        """Count the steps."""
+        state.steps += len(seen)
+        yield from ()  # nothing to ask of other ranks
+
+
 @dataclass(frozen=True)
-class Shuffle(Policy):
-    """A policy that ignores gradients.
+class Shuffle(RowlessPolicy):
+    """Orders that follow from those of the epoch before.
 
     >>> Shuffle("fixed", unchanged, start="identity")
     Shuffle(name='fixed', start='identity')
@@ -36,15 +49,6 @@ class Shuffle(Policy):
     """Computes an epoch's orders from those of the epoch before."""
     start: Start | None = None
     """The first order, if the method prescribes one."""
-
-    needs_rows: ClassVar[bool] = False
-
-    def observe(
-        self, state: EpochState, rows: Rows, seen: Tensor, random: SeededRandom
-    ) -> Script[None]:
-        """Count the steps; gradients are ignored."""
-        state.steps += len(seen)
-        yield from ()  # nothing to ask of other ranks
 
     def reorder(
         self, orders: list[Tensor], state: EpochState, epoch: int, random: SeededRandom

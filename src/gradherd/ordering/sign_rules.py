@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradherd.comm.checks import check_numbers, check_whole
+from gradherd.comm.checks import check_in, check_whole
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -98,9 +98,7 @@ class Walk(SignRule):
     randomized: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_numbers(c=self.c)
-        if not 0 < self.c < math.inf:
-            raise ValueError(f"c must be a positive number, got {self.c}")
+        check_in("(0, inf)", c=self.c)
 
     def start(self, streams: int, total: int, epoch: int) -> Floats:
         """Carry the largest squared norm."""
@@ -136,9 +134,7 @@ class Kernel(SignRule):
 
     def __post_init__(self) -> None:
         check_whole("epochs", self.epochs, 1)
-        check_numbers(delta=self.delta)
-        if not 0 < self.delta < 1:
-            raise ValueError(f"delta must be in (0, 1), got {self.delta}")
+        check_in("(0, 1)", delta=self.delta)
 
     def start(self, streams: int, total: int, epoch: int) -> Floats:
         """Carry q, the number of vectors seen, and the constant factor of the penalty."""

@@ -243,21 +243,6 @@ def _write_products(z: Tensor, running: Tensor, parts: Tensor, span: int) -> Non
     )  # fmt: skip
 
 
-def greedy(both: Tensor) -> Tensor:
-    """Return the signs of the greedy rule, without waiting for the device.
-
-    Args:
-        both: (W, P, 1 + P) what `products` returned.
-
-    Returns:
-        (W, P) int8; 0 for a vector that is not finite.
-    """
-    streams, count, _ = both.shape
-    signs = torch.empty((streams, count), dtype=torch.int8, device=both.device)
-    launch(_greedy_kernel, (streams,), both, signs, count, count, P=_padded(count), num_warps=1)
-    return signs
-
-
 def add_signed(z: Tensor, signs: Tensor, running: Tensor, out: Tensor) -> None:
     """Write running + Z^T.signs to `out`.
 
@@ -315,24 +300,3 @@ class BlockMemory:
             z, signs, mean, running, total, z.stride(0), z.stride(1), signs.stride(0),
             columns, count, BLOCK=_COMMIT_BLOCK, UNROLL=_UNROLL,
         )  # fmt: skip
-
-
-def balance_greedy(vectors: Tensor, running: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Sign vectors by the greedy rule, a block at a time.
-
-    Args:
-        vectors: (W, P, D) float32 in visiting order, contiguous along D.
-        running: (W, D) float32 sums before the first vector; not modified.
-        block: Vectors of a stream in one Gram matrix, at most 64.
-
-    Returns:
-        (W, P) int8 signs and the new (W, D) running sums, both on the device.
-    """
-    total, signs = running, []
-    for z in vectors.split(block, dim=1):
-        signs.append(greedy(products(z, total)))
-        # New memory for the first block only; the caller's sums are not modified.
-        out = torch.empty_like(running) if total is running else total
-        add_signed(z, signs[-1], total, out)
-        total = out
-    return torch.cat(signs, dim=1), total

@@ -126,13 +126,8 @@ class PartitionState:
 def capacity(factor: float, k: int, lengths: Sequence[int]) -> int:
     """Return how many coordinates a worker may send: `factor` times its fair share of k.
 
-    If some partitions are shorter than a fair share, the others may send more, so that there
-    are k offers.
-
-    Args:
-        factor: At least 1; infinity lets one worker send everything.
-        k: Number of coordinates that all workers send together.
-        lengths: Lengths of the partitions.
+    With infinity one worker may send everything. If some partitions are shorter than a fair share,
+    the others may send more, so that there are k offers.
 
     >>> capacity(1.15, 100, [500, 500]), capacity(1.15, 100, [10, 500])
     (58, 90)
@@ -171,16 +166,9 @@ def message_length(count: int, reach: int, compact: bool = False) -> int:
 
 
 def pack(indices: Tensor, magnitudes: Tensor, reach: int, compact: bool = False) -> Tensor:
-    """Write offers: indices, then the leading bits of their magnitudes.
+    """Write offers: (M,) ascending indices below `reach`, then the leading bits of magnitudes.
 
-    Args:
-        indices: (M,) int64, ascending, from 0 on and below `reach`.
-        magnitudes: (M,) their magnitudes.
-        reach: Coordinates that the offers come from.
-        compact: Whether indices and magnitudes may take few bits.
-
-    Returns:
-        (message_length(M, reach, compact),) int32.
+    If `compact`, both may take few bits. Returns (message_length(M, reach, compact),) int32.
     """
     count = len(indices)
     bits = _index_bits(count, reach, compact)
@@ -203,11 +191,7 @@ def pack(indices: Tensor, magnitudes: Tensor, reach: int, compact: bool = False)
 def unpack(
     messages: Tensor, count: int, reach: int, compact: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Read the (R, length) messages of all workers, on their device.
-
-    Returns:
-        (R, M) int64 indices, and (R, M) int32 leading bits of magnitudes.
-    """
+    """Return (R, M) int64 indices and (R, M) int32 leading bits of magnitudes from messages."""
     bits = _index_bits(count, reach, compact)
     words = _index_words(count, reach, bits)
     packed = messages[:, :words].contiguous().view(torch.uint8)
@@ -258,13 +242,9 @@ def worker_spans(
 
 
 def search_start(sample: Tensor, share: float) -> Tensor:
-    """Return a () magnitude that about four times the wanted share of values reach.
+    """Return a () magnitude that about four times the share k / D of (n,) values reach.
 
     For a step that has no threshold to start from, or one that is far off.
-
-    Args:
-        sample: (n,) values.
-        share: k / D.
     """
     rank = min(len(sample), int(4 * share * len(sample)) + 16)
     return sample.abs().topk(rank).values[-1].float()
@@ -332,12 +312,12 @@ class Accepted(NamedTuple):
 
 
 def accept_largest(indices: Tensor, bits: Tensor, k: int) -> Accepted:
-    """Return the k largest offers.
+    """Return the k largest of at least k offers.
 
     Args:
         indices: (R, M) int64 of all workers.
         bits: (R, M) int32 leading bits of their magnitudes; -1 where there is no offer.
-        k: How many to accept; there are at least as many offers.
+        k: How many to accept.
     """
     flat = bits.reshape(-1)
     kth = flat.topk(k, sorted=False).values.min()
@@ -360,11 +340,7 @@ def with_next_start(
 ) -> PartitionState:
     """Return the state with a start that leaves a few times as many candidates as are wanted.
 
-    Args:
-        state: Of this step.
-        accepted: What all workers send.
-        candidates: (R,) int32, as in `Offers`.
-        exact: Whether the offers are the largest of each partition, not evenly spaced ones.
+    `candidates` are (R,) as in `Offers`; these are `exact` if no evenly spaced ones are among them.
     """
     threshold, total, k = accepted.threshold.double(), candidates.sum(), len(accepted.indices)
     # A first step had no start; what it searched from says nothing.

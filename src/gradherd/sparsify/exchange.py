@@ -48,10 +48,10 @@ class Outcome:
 
     def metrics(self, dim: int) -> dict[str, Any]:
         """Return the metrics of a step that sparsified `dim` coordinates."""
-        selected = self.selection.selected
-        if selected is None:
-            selected = 0 if self.selection.indices is None else len(self.selection.indices)
-        return step_metrics(selected, self.selection.counts, self.selection.threshold, dim)
+        one = self.selection
+        selected = len(one.indices) if one.indices is not None else 0
+        selected = selected if one.selected is None else one.selected
+        return step_metrics(selected, one.counts, one.threshold, dim)
 
 
 def step_metrics(
@@ -175,16 +175,9 @@ def _ascending(own: Tensor) -> Tensor:
 def gather_union(
     own: Tensor, counts: Sequence[int], dim: int, context: StepContext
 ) -> Script[Tensor]:
-    """Return the union of the indices that all workers selected.
+    """Return the (K,) union of the indices that workers selected from `dim` coordinates, ascending.
 
-    Args:
-        own: (K_r,) int64 indices of this worker, without repeats; best in ascending order.
-        counts: K_r of each worker.
-        dim: Number of coordinates that workers select from.
-        context: Which worker this is.
-
-    Returns:
-        (K,) int64 without repeats, ascending and so in the same order on all workers.
+    Arguments as in `gather_indices`.
     """
     indices = yield from gather_indices(own, counts, [(0, dim)] * context.size, context)
     return indices if context.size == 1 else torch.unique(indices)

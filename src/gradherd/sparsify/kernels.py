@@ -80,16 +80,9 @@ def count_marks(values: Tensor, threshold: Tensor, marks: Marks) -> Tensor:
 
 
 def marked(values: Tensor, threshold: Tensor, marks: Marks, capacity: int) -> tuple[Tensor, Tensor]:
-    """Return where the first marked values are, and how many are marked.
+    """Return (C,) ascending positions of values that were marked, and their () number.
 
-    Args:
-        values: (D,).
-        threshold: () with which they were marked.
-        marks: From `add` or `mark_if`.
-        capacity: C. If more are marked, the last are left out; if fewer, zeros follow.
-
-    Returns:
-        (C,) int64 ascending positions, () integer.
+    If more than C are marked, the last are left out; if fewer, zeros follow.
     """
     if triton := _triton_for(values):
         found: tuple[Tensor, Tensor] = triton.compact(values, marks, capacity)
@@ -116,15 +109,15 @@ def overwrite_unless(ok: Tensor, target: Tensor, source: Tensor | float) -> None
 def scatter_to_bucket(
     flat: Tensor, buckets: Tensor, number: int, offsets: Tensor, values: Tensor, written: Tensor
 ) -> None:
-    """Write those of the values that belong to one bucket, clamped to the range of its dtype.
+    """Write those of (K,) values that belong to bucket `number`, clamped to the range of its dtype.
 
     Args:
         flat: The bucket's buffer, in its own dtype.
-        buckets: (K,) int64 number of the bucket that each value belongs to.
-        number: Number of this bucket.
+        buckets: (K,) int64 bucket of each value.
+        number: Of this one.
         offsets: (K,) int64 offsets in the buckets.
-        values: (K,).
-        written: (K,) receives the values as the bucket's dtype holds them.
+        values: The values.
+        written: (K,) receives them as the bucket's dtype holds them.
     """
     if triton := _triton_for(values, flat, buckets, offsets, written):
         triton.scatter_to_bucket(flat, buckets, number, offsets, values, written)

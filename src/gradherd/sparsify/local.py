@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from gradherd.comm.checks import check_numbers, check_whole
+from gradherd.comm.checks import check_choice, check_in, check_whole
 from gradherd.comm.script import AllGather, Script
 from gradherd.sparsify.basics import Dense
 from gradherd.sparsify.exchange import Outcome
@@ -83,18 +83,12 @@ class LocalSteps:
         # Checked there: the method, its name, `values` and `dense_below`.
         object.__setattr__(self, "method", self.sent.method)
         check_whole("every", self.every, 1)
-        check_numbers(decay=self.decay, outer_lr=self.outer_lr, outer_momentum=self.outer_momentum)
-        if not 0 <= self.decay <= 1:
-            raise ValueError(f"decay must be in [0, 1], got {self.decay}")
-        if not self.outer_lr > 0:
-            raise ValueError(f"outer_lr must be above 0, got {self.outer_lr}")
-        if not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"outer_momentum must be in [0, 1), got {self.outer_momentum}")
-        if self.buffers not in ("mean", "own"):
-            raise ValueError(f"buffers must be mean or own, got {self.buffers!r}")
-        for name in ("nesterov", "overlap"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        check_in("[0, 1]", decay=self.decay)
+        check_in("(0, inf)", outer_lr=self.outer_lr)
+        check_in("[0, 1)", outer_momentum=self.outer_momentum)
+        check_choice("buffers", self.buffers, "mean", "own")
+        check_choice("nesterov", self.nesterov, True, False)
+        check_choice("overlap", self.overlap, True, False)
         if self.delay is not None and not self.overlap:
             raise ValueError(f"delay goes with overlap=True, got {self.delay} without")
         if self.delay is not None and not (
@@ -106,9 +100,7 @@ class LocalSteps:
 
     def _follow_frontier(self, fewer: float) -> None:
         """Set what a factor of bytes needs."""
-        check_numbers(fewer=fewer)
-        if not 16 <= fewer <= 1000:
-            raise ValueError(f"fewer must be from 16 to 1,000 times, got {fewer}")
+        check_in("[16, 1000]", fewer=fewer)
         plain = {"every": None, "method": Dense(), "values": "int1", "outer_lr": 1.0}
         for name, untouched in (plain | {"outer_momentum": 0.0}).items():
             if getattr(self, name) != untouched:

@@ -37,12 +37,9 @@ COUNT_BYTES = 4
 MAX_COORDINATES = 2**31 - 1
 """Elements that a model can have: more would not fit an index."""
 
-ONE_ROUND_BYTES = 1 << 10
-"""Values of up to this size are all-gathered: one round with more bytes then beats two rounds
-(all-to-all, all-gather) with fewer."""
-
-ONE_ROUND_SHARE = 1.25e-3
-"""They are all-gathered, too, while that adds at most this share of what a dense exchange sends."""
+# Values of up to this size are all-gathered, or while that adds at most this share of what a dense
+# exchange sends: one round with more bytes then beats two (all-to-all, all-gather) with fewer.
+ONE_ROUND_BYTES, _ONE_ROUND_SHARE = 1 << 10, 1.25e-3
 
 EXDYNA_CAPACITY = 1.05
 """ExDyna: a worker offers at most this many times its fair share of k (default of `capacity`)."""
@@ -109,3 +106,10 @@ def value_bytes(count: int, bits: int) -> int:
     (133, 266, 516, 0)
     """
     return level_bytes(count, bits) + -(-bits * count // 8)
+
+
+def fits_one_round(size: float, ranks: int, dense: float) -> bool:
+    """Return whether messages of `size` bytes are all-gathered; `dense` are those of the vector."""
+    # One round sends R times `size`, two rounds send it twice (both times (R - 1) / R). A dense
+    # exchange would send the vector twice.
+    return size <= ONE_ROUND_BYTES or (ranks - 2) * size <= _ONE_ROUND_SHARE * 2 * dense

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradherd.comm.checks import check_numbers, check_whole
+from gradherd.comm.checks import check_choice, check_in, check_whole
 from gradherd.comm.script import Script
 from gradherd.sparsify import consensus
 from gradherd.sparsify.consensus import PartitionRule, PartitionState
@@ -64,8 +64,7 @@ class Online:
     """Factor if far too few were selected."""
 
     def __post_init__(self) -> None:
-        if not self.band >= 1:
-            raise ValueError(f"band must be at least 1, got {self.band}")
+        check_in("[1, inf]", band=self.band)
         if not self.fast_up >= self.slow_up >= 1 >= self.slow_down >= self.fast_down > 0:
             raise ValueError(f"factors must fall from fast_up to fast_down around 1, got {self}")
 
@@ -245,16 +244,13 @@ def _reaching(values: Tensor, start: float) -> Tensor:
 
 
 def largest(part: Tensor, candidates: Tensor, count: int, most: int) -> tuple[Tensor, Tensor]:
-    """Return the largest coordinates of a partition, and their magnitudes.
+    """Return (M,) ascending places of the largest of (n,) values, and their (M,) magnitudes.
 
     Args:
-        part: (n,) values of the partition.
+        part: The values of a partition.
         candidates: Ascending places in it that hold the largest values, if they are enough.
         count: How many to return, at most n.
         most: M; what `count` lacks is filled up.
-
-    Returns:
-        (M,) int64 ascending places, and (M,) magnitudes.
     """
     if len(candidates) < count:
         # The first step, or the start was too high for this partition: search all of it.
@@ -304,14 +300,10 @@ class ExDyna(Partitioned):
     def __post_init__(self) -> None:
         check_density(self.density)
         _check_threshold_rule(self.threshold, self.capacity)
-        if self.balance not in ("recut", "diffusive", "none"):
-            raise ValueError(f"balance must be recut, diffusive or none, got {self.balance!r}")
+        check_choice("balance", self.balance, "recut", "diffusive", "none")
         check_whole("blocks", self.blocks, 1)
-        check_numbers(memory=self.memory)
-        if not 0 <= self.memory < 1:
-            raise ValueError(f"memory must be in [0, 1), got {self.memory}")
-        if not isinstance(self.rotate, bool):
-            raise ValueError(f"rotate must be True or False, got {self.rotate!r}")
+        check_in("[0, 1)", memory=self.memory)
+        check_choice("rotate", self.rotate, True, False)
 
     def rule(self, dim: int) -> PartitionRule:
         """Return partitions of whole blocks."""
@@ -367,7 +359,6 @@ class Micro(Partitioned):
 
 def _check_threshold_rule(rule: object, capacity: float) -> None:
     """Raise ValueError unless these are a threshold rule and a capacity."""
-    if not capacity >= 1:
-        raise ValueError(f"capacity must be at least 1, got {capacity}")
+    check_in("[1, inf]", capacity=capacity)
     if rule not in ("consensus", "online") and not isinstance(rule, Online):
         raise ValueError(f"threshold must be consensus, online or an Online(...), got {rule!r}")

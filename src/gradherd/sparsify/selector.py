@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from gradherd.comm.checks import check_in
 from gradherd.comm.script import Script
 
 
@@ -146,7 +147,4 @@ def target_count(density: float, dim: int) -> int:
 
 def check_density(density: float) -> None:
     """Raise ValueError unless `density` is a number in (0, 1]."""
-    if isinstance(density, bool) or not isinstance(density, int | float):
-        raise ValueError(f"density must be a number in (0, 1], got {density!r}")
-    if not 0 < density <= 1:
-        raise ValueError(f"density must be in (0, 1], got {density}")
+    check_in("(0, 1]", density=density)

@@ -1,11 +1,10 @@
 """How a sparsifier is run: everything besides which coordinates it selects."""
 
-import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from gradherd.comm.checks import check_numbers, check_whole
+from gradherd.comm.checks import check_choice, check_in, check_whole
 from gradherd.sparsify.message_sizes import VALUE_FORMATS, ValueFormat
 from gradherd.sparsify.registry import make_sparsifier, setting_names
 from gradherd.sparsify.selector import Selector
@@ -52,26 +51,19 @@ class Sparsify:
                 f"method must be a sparsifier such as ExDyna(density=1e-3) or its name, "
                 f"got {self.method!r}"
             )
-        if self.values not in VALUE_FORMATS:
-            known = f"{', '.join(VALUE_FORMATS[:-1])} or {VALUE_FORMATS[-1]}"
-            raise ValueError(f"values must be {known}, got {self.values!r}")
+        check_choice("values", self.values, *VALUE_FORMATS)
         if self.values != "fp32" and getattr(self.method, "sums_values", False):
             warnings.warn(
                 f"values={self.values!r} has no effect on {type(self.method).__name__}: it sums "
                 "values while they are exchanged",
                 stacklevel=3,  # The line that calls Sparsify(), past the generated __init__.
             )
-        check_numbers(momentum=self.momentum, warmup_from=self.warmup_from)
         check_whole("dense_below", self.dense_below, 0)
         check_whole("warmup_steps", self.warmup_steps, 0)
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
+        check_in("[0, 1)", momentum=self.momentum)
+        check_in("(0, 1]", warmup_from=self.warmup_from)
         if self.clip is not None:
-            check_numbers(clip=self.clip)
-            if not 0 < self.clip < math.inf:
-                raise ValueError(f"clip must be a positive number or None, got {self.clip}")
-        if not 0 < self.warmup_from <= 1:
-            raise ValueError(f"warmup_from must be in (0, 1], got {self.warmup_from}")
+            check_in("(0, inf)", clip=self.clip)
         if self.warmup_steps and self.warmup_from <= self.method.density:
             warnings.warn(
                 f"a warm-up from {self.warmup_from} has no effect: the density is "

@@ -4,7 +4,7 @@ Letters: D coordinates, R workers, K values.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,86 +13,49 @@ from torch import Tensor
 
 from gradherd.comm.script import AllGather, AllToAll, Script
 from gradherd.gpu import has_triton
-from gradherd.sparsify.message_sizes import (
-    ONE_ROUND_BYTES,
-    ONE_ROUND_SHARE,
-    VALUE_BITS,
-    ValueFormat,
-    value_bytes,
-)
+from gradherd.sparsify.message_sizes import VALUE_BITS, ValueFormat, fits_one_round, value_bytes
 from gradherd.sparsify.packing import decode_values, encode_values
 from gradherd.sparsify.selector import StepContext
 
 
 @dataclass(frozen=True)
 class ValueCodec:
-    """How the values of one message are written: some in few bits, the others in a dtype.
+    """How values of one kind are written: in few bits, or in a dtype.
 
     Biases and scales of norms, which are always sent, are few and matter much: bf16 costs little
     there. Besides, they were not selected for being large, so levels would fit them badly.
     """
 
     bits: int
-    """Bits of each of the first values."""
-    few: int
-    """How many these are."""
-    rest: int
-    """How many follow."""
-    rest_dtype: torch.dtype
-    """Dtype in which those are written."""
+    """Bits of each value; 0 if they are written in a dtype."""
+    wire: torch.dtype
+    """That dtype."""
     dtype: torch.dtype
     """Dtype of the values."""
-
-    @classmethod
-    def of(cls, values: Tensor, always: int, form: ValueFormat) -> "ValueCodec":
-        """Return how (K,) values are sent, the last of which are always sent."""
-        narrow = values.dtype if form == "fp32" else torch.bfloat16
-        few = len(values) - always if form in VALUE_BITS else 0
-        return cls(VALUE_BITS.get(form, 0), few, len(values) - few, narrow, values.dtype)
 
     @property
     def is_exact(self) -> bool:
         """Whether values are read as they were written."""
-        return not self.few and self.rest_dtype == self.dtype
+        return not self.bits and self.wire == self.dtype
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of a message."""
-        return value_bytes(self.few, self.bits) + self.rest * self.rest_dtype.itemsize
+    def bytes(self, count: int) -> int:
+        """Return the bytes of a message of `count` values."""
+        return value_bytes(count, self.bits) if self.bits else count * self.wire.itemsize
 
     def encode(self, values: Tensor) -> Tensor:
-        """Write (..., few + rest) values; those beyond the range of a dtype are clamped."""
-        rest = values[..., self.few :]
-        if self.rest_dtype != self.dtype:
-            limit = torch.finfo(self.rest_dtype).max
-            rest = rest.clamp(-limit, limit).to(self.rest_dtype)
-        if not self.few:
-            return rest
-        code = encode_values(values[..., : self.few], self.bits)
-        if not self.rest:
-            return code
-        return torch.cat([code, rest.contiguous().view(torch.uint8)], dim=-1)
+        """Write (..., n) values; those beyond the range of a dtype are clamped."""
+        if self.bits:
+            return encode_values(values, self.bits)
+        if self.is_exact:
+            return values
+        limit = torch.finfo(self.wire).max
+        return values.clamp(-limit, limit).to(self.wire)
 
-    def decode(self, message: Tensor) -> Tensor:
-        """Return the (..., few + rest) values that `encode` wrote."""
-        if not self.few:
-            return message.to(self.dtype)
-        border = value_bytes(self.few, self.bits)
-        decoded = decode_values(message[..., :border], self.few, self.bits, self.dtype)
-        if not self.rest:
-            return decoded
-        # Cloned, because a view as bf16 needs aligned memory.
-        rest = message[..., border:].clone(memory_format=torch.contiguous_format)
-        return torch.cat([decoded, rest.view(self.rest_dtype).to(self.dtype)], dim=-1)
-
-    def slice_of(self, size: int) -> "ValueCodec":
-        """Return how one of `size` slices is written: all have the same number of bytes."""
-        return replace(self, few=-(-self.few // size), rest=-(-self.rest // size))
-
-    def kinds(self) -> list["ValueCodec"]:
-        """Return how each kind of values is written by itself, in the order of a message."""
-        kinds = (replace(self, rest=0), replace(self, few=0, bits=0))
-        return [kind for kind in kinds if kind.few or kind.rest]
+    def decode(self, message: Tensor, count: int) -> Tensor:
+        """Return the (..., count) values that `encode` wrote."""
+        if self.bits:
+            return decode_values(message, count, self.bits, self.dtype)
+        return message.to(self.dtype)
 
 
 # --- Sums --------------------------------------------------------------------------------------
@@ -138,27 +101,31 @@ def sum_values(
     """
     if context.size == 1 or not len(values):
         return ValueSums(values, None)
-    codec = ValueCodec.of(values, always, form)
-    if _fits_one_round(codec.bytes, context.size, dim * values.element_size()):
-        message = codec.encode(values)
-        gathered: Tensor = yield AllGather(message)
-        # Decoded as the others do: what differs from the values has not been sent.
-        error = None if codec.is_exact else values - codec.decode(message)
-        return ValueSums(_sum_in_order(codec.decode(gathered)), error)
-    kinds = _slices_of(codec, context, values.device)
+    kinds = _kinds_of(values, always, context, form)
+    is_exact = all(kind.codec.is_exact for kind in kinds)
+    total = torch.empty_like(values)
+    if _fits_one_round(kinds, values, context.size, dim):
+        messages = [kind.codec.encode(values[kind.span]) for kind in kinds]
+        gathered: Tensor = yield AllGather(_joined(messages))
+        left = None if is_exact else values.clone()
+        for kind, own, pieces in zip(kinds, messages, _apart(gathered, messages), strict=True):
+            total[kind.span] = _sum_in_order(kind.codec.decode(pieces, kind.count))
+            if left is not None:
+                # Decoded as the others do: what differs from the values has not been sent.
+                left[kind.span] -= kind.codec.decode(own, kind.count)
+        return ValueSums(total, left)
     left = torch.empty_like(values) if owner_error is None else values
     lost = _owner_zeros(kinds, values) if owner_error is None else owner_error.clone()
     # Reduce-scatter by all-to-all, then all-gather. A reduce-scatter of the backend would add
     # rows in an order of its own, and so give other bits.
     messages = [kind.encode(values[kind.span], left[kind.span]) for kind in kinds]
     received: Tensor = yield AllToAll(_joined(messages))
-    pieces = zip(kinds, _apart(received, kinds), strict=True)
-    messages = [kind.encode_sum(piece, lost[kind.at]) for kind, piece in pieces]
+    slices = zip(kinds, _apart(received, messages), strict=True)
+    messages = [kind.encode_sum(piece, lost[kind.at]) for kind, piece in slices]
     gathered = yield AllGather(_joined(messages))
-    total = torch.empty_like(values)
-    for kind, piece in zip(kinds, _apart(gathered, kinds), strict=True):
-        kind.decode(piece, total[kind.span])
-    if codec.is_exact:
+    for kind, pieces in zip(kinds, _apart(gathered, messages), strict=True):
+        kind.decode(pieces, total[kind.span])
+    if is_exact:
         return ValueSums(total, None)
     if owner_error is not None:
         return ValueSums(total, left, lost)
@@ -172,38 +139,39 @@ def no_owner_error(values: Tensor, always: int, size: int, form: ValueFormat) ->
 
     None if nobody rounds a slice of the sum; the other arguments are those of `sum_values`.
     """
-    codec = ValueCodec.of(values, always, form)
-    one_round = _fits_one_round(codec.bytes, size, len(values) * values.element_size())
-    if size == 1 or codec.is_exact or one_round:
+    kinds = _kinds_of(values, always, StepContext(0, 0, size), form)
+    is_exact = all(kind.codec.is_exact for kind in kinds)
+    if size == 1 or is_exact or _fits_one_round(kinds, values, size, len(values)):
         return None
-    return _owner_zeros(_slices_of(codec, StepContext(0, 0, size), values.device), values)
+    return _owner_zeros(kinds, values)
 
 
 def owned_spans(
     values: Tensor, always: int, context: StepContext, form: ValueFormat
 ) -> list[tuple[slice, slice]]:
     """Return where the slice of a worker lies in (D,) `values`, and where in its owner's error."""
-    kinds = _slices_of(ValueCodec.of(values, always, form), context, values.device)
+    kinds = _kinds_of(values, always, context, form)
     return [(kind.owned, kind.owned_at) for kind in kinds]
 
 
-class _Slices:
-    """One kind of the values of a sum in two rounds, cut into a slice for each worker.
+class _Kind:
+    """The values of one kind in a sum; in two rounds, cut into a slice for each worker.
 
-    It rounds twice: each worker's values for the owners of slices, and their sum for all workers.
+    Two rounds round twice: each worker's values for the owners of slices, and their sum for all.
 
     Args:
-        codec: How all values of this kind are written.
+        codec: How these values are written.
         context: Which worker this is.
         begin: First of these values.
+        count: Their number.
         at: First element of the owner's error.
     """
 
-    def __init__(self, codec: ValueCodec, context: StepContext, begin: int, at: int) -> None:
-        self._codec, self._size = codec.slice_of(context.size), context.size
-        count, length = codec.few + codec.rest, self._codec.few + self._codec.rest
-        self.bytes, self.rest_dtype = self._codec.bytes, self._codec.rest_dtype
-        """Bytes of a slice; their dtype if they are not few bits."""
+    def __init__(
+        self, codec: ValueCodec, context: StepContext, begin: int, count: int, at: int
+    ) -> None:
+        self.codec, self.count, self._size = codec, count, context.size
+        self._length = length = -(-count // context.size)  # of a slice
         self.span, self.at = slice(begin, begin + count), slice(at, at + length)
         """Where these values are, and the owner's error of this worker's slice."""
         first = min(context.rank * length, count)
@@ -214,43 +182,44 @@ class _Slices:
 
     def encode(self, values: Tensor, left: Tensor) -> Tensor:
         """Round (n,) values into (R, bytes) messages; leave what that takes in `left`."""
-        length = self.at.stop - self.at.start
-        rows = F.pad(values, (0, self._size * length - len(values))).view(self._size, length)
-        message = self._codec.encode(rows)
-        if not self._codec.is_exact:
-            torch.sub(values, self._codec.decode(message).reshape(-1)[: len(values)], out=left)
+        rows = F.pad(values, (0, self._size * self._length - len(values)))
+        message = self.codec.encode(rows.view(self._size, self._length))
+        if not self.codec.is_exact:
+            sent = self.codec.decode(message, self._length).reshape(-1)
+            torch.sub(values, sent[: len(values)], out=left)
         return message
 
     def encode_sum(self, received: Tensor, lost: Tensor) -> Tensor:
         """Round the sum of (R, bytes) messages and `lost` for all; leave the error in `lost`."""
-        total = _sum_in_order(self._codec.decode(received)).add_(lost)
+        total = _sum_in_order(self.codec.decode(received, self._length)).add_(lost)
         total[self._real :] = 0  # Signs make something of padding.
-        message = self._codec.encode(total)
-        if not self._codec.is_exact:
-            torch.sub(total, self._codec.decode(message), out=lost)
+        message = self.codec.encode(total)
+        if not self.codec.is_exact:
+            torch.sub(total, self.codec.decode(message, self._length), out=lost)
             lost[self._real :] = 0
         return message
 
     def decode(self, messages: Tensor, out: Tensor) -> None:
         """Write the values of all slices, (R, bytes), to `out`."""
-        out.copy_(self._codec.decode(messages).reshape(-1)[: len(out)])
+        out.copy_(self.codec.decode(messages, self._length).reshape(-1)[: len(out)])
 
 
-class _SignSlices(_Slices):
+class _SignKind(_Kind):
     """One bit for each float32 on a GPU: each rounding is a kernel that reads values once."""
 
     def encode(self, values: Tensor, left: Tensor) -> Tensor:
-        message = values.new_empty((self._size, self.bytes), dtype=torch.uint8)
-        _sign_kernels().encode_signs(values, self._codec.few, message, left)
+        shape = (self._size, self.codec.bytes(self._length))
+        message = values.new_empty(shape, dtype=torch.uint8)
+        _sign_kernels().encode_signs(values, self._length, message, left)
         return message
 
     def encode_sum(self, received: Tensor, lost: Tensor) -> Tensor:
-        message = received.new_empty(self.bytes)
+        message = received.new_empty(self.codec.bytes(self._length))
         _sign_kernels().encode_sign_sums(received, self._real, message, lost)
         return message
 
     def decode(self, messages: Tensor, out: Tensor) -> None:
-        _sign_kernels().decode_signs(messages, self._codec.few, out)
+        _sign_kernels().decode_signs(messages, self._length, out)
 
 
 def _sign_kernels() -> Any:
@@ -260,41 +229,46 @@ def _sign_kernels() -> Any:
     return triton_signs
 
 
-def _slices_of(codec: ValueCodec, context: StepContext, device: torch.device) -> list[_Slices]:
-    slices: list[_Slices] = []
-    begin = at = 0
-    for kind in codec.kinds():
-        fused = kind.bits == 1 and kind.dtype == torch.float32 and device.type == "cuda"
-        made = _SignSlices if fused and has_triton() else _Slices
-        slices.append(made(kind, context, begin, at))
-        begin, at = slices[-1].span.stop, slices[-1].at.stop
-    return slices
+def _kinds_of(values: Tensor, always: int, context: StepContext, form: ValueFormat) -> list[_Kind]:
+    """Return the kinds of (K,) values, the last of which are always sent."""
+    few = len(values) - always if form in VALUE_BITS else 0
+    bits, dtype = VALUE_BITS.get(form, 0), values.dtype
+    wire = dtype if form == "fp32" else torch.bfloat16
+    fused = bits == 1 and dtype == torch.float32 and values.is_cuda and has_triton()
+    kinds: list[_Kind] = []
+    if few:
+        codec = ValueCodec(bits, wire, dtype)
+        kinds.append((_SignKind if fused else _Kind)(codec, context, 0, few, 0))
+    if rest := len(values) - few:
+        at = kinds[0].at.stop if kinds else 0
+        kinds.append(_Kind(ValueCodec(0, wire, dtype), context, few, rest, at))
+    return kinds
 
 
-def _owner_zeros(kinds: Sequence[_Slices], values: Tensor) -> Tensor:
+def _owner_zeros(kinds: Sequence[_Kind], values: Tensor) -> Tensor:
     return values.new_zeros(kinds[-1].at.stop)
 
 
 def _joined(messages: Sequence[Tensor]) -> Tensor:
+    """Return one message of all kinds."""
     if len(messages) == 1:
         return messages[0]
     return torch.cat([message.view(torch.uint8) for message in messages], dim=-1)
 
 
-def _apart(joined: Tensor, kinds: Sequence[_Slices]) -> Sequence[Tensor]:
-    if len(kinds) == 1:
+def _apart(joined: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return the messages of each kind, of the lengths and dtypes of some."""
+    if len(like) == 1:
         return [joined]
-    few, rest = joined.split([kind.bytes for kind in kinds], dim=-1)
+    few, rest = joined.split([one.shape[-1] * one.itemsize for one in like], dim=-1)
     # Cloned, because a view as another dtype needs aligned memory.
-    rest = rest.clone(memory_format=torch.contiguous_format)
-    return [few, rest.view(kinds[1].rest_dtype)]
+    return [few, rest.clone(memory_format=torch.contiguous_format).view(like[1].dtype)]
 
 
-def _fits_one_round(size: int, ranks: int, dense: int) -> bool:
-    """Return whether messages of `size` bytes are all-gathered; `dense` are those of the vector."""
-    # One round sends R times `size`, two rounds send it twice (both times (R - 1) / R). A dense
-    # exchange would send the vector twice.
-    return size <= ONE_ROUND_BYTES or (ranks - 2) * size <= ONE_ROUND_SHARE * 2 * dense
+def _fits_one_round(kinds: Sequence[_Kind], values: Tensor, ranks: int, dim: int) -> bool:
+    """Return whether values of a vector with `dim` elements are all-gathered."""
+    size = sum(kind.codec.bytes(kind.count) for kind in kinds)
+    return fits_one_round(size, ranks, dim * values.element_size())
 
 
 def _sum_in_order(rows: Tensor) -> Tensor:
