@@ -54,7 +54,7 @@ def test_a_step_is_that_of_torch(name, rule):
     for count in (4, 4, 3, 4):  # a short batch is another graph
         indices = torch.randint(40, (3, count, 2), generator=generator)  # groups of two
         with torch.no_grad():
-            (rows,), mean = step(rates, indices)
+            (rows,), (mean,) = step(rates.unsqueeze(0), indices.unsqueeze(0))
         for at, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             for row, index in zip(rows[at], indices[at], strict=True):
                 one = task.loss(model, *(column[index] for column in columns))
@@ -72,22 +72,6 @@ def test_a_step_is_that_of_torch(name, rule):
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5)
             flat[at] = now  # Last bits do not add up.
     assert told.float().mean() > 0.3
-
-
-def test_gradients_of_workers_apart():
-    task = find_task("digits")
-    columns = task.load(None, 40).train
-    models, flat = _models(task, 2)
-    step = StackedStep(task, models[0], columns, FunctionalOptimizer(), flat, workers=3)
-    indices = torch.arange(24).view(2, 3, 2, 2)  # 3 workers, 2 units of 2 examples
-    with torch.no_grad():
-        (rows,), workers = step.gradients(indices.flatten(1, 2))
-    assert rows.shape[:2] == (2, 6)
-    for at, model in enumerate(models):
-        for worker in range(3):
-            loss = task.loss(model, *(c[indices[at, worker].flatten()] for c in columns))
-            expected = _flat_grad(loss, model)
-            torch.testing.assert_close(workers[at, worker], expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -147,9 +131,9 @@ def test_several_steps_in_one_call_are_steps_one_by_one(group):
     rates = torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1).expand(3, 2, 1)
     with torch.no_grad():
         for _ in range(2):  # momentum goes on
-            (rows,), means = several.several(rates, indices)
-            for at, (rate, batch) in enumerate(zip(rates, indices, strict=True)):
-                (expected,), mean = one(rate, batch)
+            rows, means = several(rates, indices)
+            for at in range(len(rates)):
+                (expected,), (mean,) = one(rates[at : at + 1], indices[at : at + 1])
                 torch.testing.assert_close(rows[at], expected, rtol=1e-4, atol=1e-6)
                 torch.testing.assert_close(means[at], mean, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(flat, other, rtol=1e-4, atol=1e-6)

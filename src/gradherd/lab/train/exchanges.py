@@ -9,9 +9,8 @@ Letters: R workers, D parameters.
 
 import contextlib
 import copy
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -73,114 +72,72 @@ def make_exchange(config: RunConfig, model: nn.Module) -> VirtualExchange:
     return (SharedModel if config.local_steps is None else LocalModels)(config, model)
 
 
-class GradientAverager:
-    """Averages the gradients of all workers: whole, sparsified or of low rank."""
+class SharedModel(VirtualExchange):
+    """One model for all workers, whose gradients are averaged: whole, sparsified or of low rank."""
 
-    def __init__(self, config: RunConfig, named: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, config: RunConfig, model: nn.Module) -> None:
+        self.models, self.series = [model], BinnedSeries()
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         settings = None
         if config.density is not None and config.sparsify != POWERSGD:
             settings = sparse_settings(config)
         # The layout of real ranks, so that partitions and thresholds cover the same elements.
-        self.layout = FlatSpec.small_last(named, 0 if settings is None else settings.dense_below)
-        self.parameters = [named[name] for name in self.layout.names]
-        self.series = BinnedSeries()
-        """Densities of the steps."""
+        layout = FlatSpec.small_last(named, 0 if settings is None else settings.dense_below)
+        self.parameters = [[named[name] for name in layout.names]]
+        (own,), device = self.parameters, torch.device(config.device)
         self._workers: VirtualWorkers | LowRankWorkers | None = None
-        device = self.parameters[0].device
         if settings is not None:
             workers = self._workers = VirtualWorkers(
                 settings,
-                self.layout.size,
+                layout.size,
                 config.workers,
-                sparse=self.layout.sparse,
-                layers=self.layout.sparse_numels,
+                sparse=layout.sparse,
+                layers=layout.sparse_numels,
                 device=device,
             )
             workers.keep_payload = config.rows == "payload"
             workers.measure_norms = False  # `end_epoch` does, once
         elif config.density is not None:
-            shapes = [matrix_shape(p.shape) for p in self.parameters]
+            shapes = [matrix_shape(p.shape) for p in own]
             self._workers = LowRankWorkers(shapes, config.density, config.workers, device)
+        self._trained, self._clip = list(named.values()), mean_clip(config)
+        self._optimizer = make_optimizer(self._trained, config)
+        self._timer = DeviceTimer(device)
+        # One place for the model's gradient: making views takes a host longer than a GPU's copy.
+        self._flat = torch.zeros(layout.size, dtype=own[0].dtype, device=device)
+        self._grads = grad_views(self._flat, own)
 
-    @property
-    def payload(self) -> Tensor | None:
-        """(R, D) what each worker has sent in the last step, if rows are made of that."""
-        return None if self._workers is None else self._workers.payload
+    def step(self, grads: Tensor, lr: float, counters: EpochCounters) -> None:
+        """Average the (R, D) gradients and take a step with the mean."""
+        with self._timer.measure():
+            self.mean = self._average(grads, counters)
+        # A copy: clipping writes to the model's gradient, and `mean` must stay as it is.
+        self._flat.copy_(self.mean)
+        for parameter, grad in zip(self.parameters[0], self._grads, strict=True):
+            parameter.grad = grad
+        set_lr(self._optimizer, lr)
+        clip_and_step(self._optimizer, self._trained, self._clip)
 
-    def average(self, grads: Tensor, counters: EpochCounters) -> Tensor:
+    def _average(self, grads: Tensor, counters: EpochCounters) -> Tensor:
         """Return (D,) the mean of (R, D) gradients, and count what it costs."""
         if self._workers is None:
             counters.bytes += mean_bytes(grads.shape[1], len(grads), grads.element_size())
             # In the bits that ranks would get.
             return mean_of_rows(grads, out=torch.empty_like(grads[0]))
-        mean = self._workers.step(grads)
-        metrics = self._workers.metrics
+        mean, metrics = self._workers.step(grads), self._workers.metrics
+        self.payload = self._workers.payload
         counters.add_sparse(metrics)
         self.series.add(metrics.get("density", 0.0))
         counters.bytes += self._workers.bytes
         counters.skipped_steps += not metrics  # called off: something was not finite
         return mean
 
-    def end_epoch(self, counters: EpochCounters) -> None:
-        """Record the norm of worker 0's residual after the last step."""
+    def end_epoch(self, counters: EpochCounters, *, last: bool) -> None:
+        """Count the time of exchanges, and the residual of worker 0."""
+        counters.exchange_seconds = self._timer.reset()
         if self._workers is not None:
             residual = self._workers.residuals()[0]
             counters.residual_norm = float(torch.linalg.vector_norm(residual))
-
-
-class SparseAverager:
-    """Averages the sparsified gradients of one run among those that are trained side by side."""
-
-    def __init__(self, config: RunConfig, model: nn.Module) -> None:
-        self._averager = GradientAverager(config, dict(model.named_parameters()))
-        self.series, self.end_epoch = self._averager.series, self._averager.end_epoch
-        slices = FlatSpec.of(model).slices
-        # The sparsifier orders parameters in its own way, not as the optimizer does.
-        spans = [slices[name] for name in self._averager.layout.names]
-        positions = [torch.arange(span.start, span.stop) for span in spans]
-        self._positions = torch.cat(positions).to(config.device)
-
-    def __call__(self, grads: Tensor, counters: EpochCounters) -> Tensor:
-        """Return (D,) the mean of (R, D) gradients, zero where nothing was sent."""
-        begin = time.perf_counter()
-        mean = self._averager.average(grads[:, self._positions], counters)
-        unpermuted = torch.empty_like(mean).index_copy_(0, self._positions, mean)
-        counters.exchange_seconds += time.perf_counter() - begin
-        return unpermuted
-
-
-class SharedModel(VirtualExchange):
-    """One model for all workers, whose gradients are averaged at every step."""
-
-    def __init__(self, config: RunConfig, model: nn.Module) -> None:
-        self.models = [model]
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._averager = GradientAverager(config, named)
-        self.parameters, self.series = [self._averager.parameters], self._averager.series
-        self._trained, self._clip = list(named.values()), mean_clip(config)
-        self._optimizer = make_optimizer(self._trained, config)
-        self._timer = DeviceTimer(torch.device(config.device))
-        # One place for the model's gradient: making views takes a host longer than a GPU's copy.
-        first = self._averager.parameters[0]
-        self._flat = torch.zeros(self._averager.layout.size, dtype=first.dtype, device=first.device)
-        self._grads = grad_views(self._flat, self._averager.parameters)
-
-    def step(self, grads: Tensor, lr: float, counters: EpochCounters) -> None:
-        """Average the (R, D) gradients and take a step with the mean."""
-        with self._timer.measure():
-            self.mean = self._averager.average(grads, counters)
-            self.payload = self._averager.payload
-        # A copy: clipping writes to the model's gradient, and `mean` must stay as it is.
-        self._flat.copy_(self.mean)
-        for parameter, grad in zip(self._averager.parameters, self._grads, strict=True):
-            parameter.grad = grad
-        set_lr(self._optimizer, lr)
-        clip_and_step(self._optimizer, self._trained, self._clip)
-
-    def end_epoch(self, counters: EpochCounters, *, last: bool) -> None:
-        """Count the time of exchanges, and the residual."""
-        counters.exchange_seconds = self._timer.reset()
-        self._averager.end_epoch(counters)
 
 
 @dataclass

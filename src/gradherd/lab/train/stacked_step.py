@@ -5,8 +5,7 @@ parameters are stacked, gradients of groups of examples come from torch.func, an
 step is built once: a small model spends its time in Python calls, not in arithmetic. On the CPU a
 traced graph runs in C++; on a GPU a captured graph runs without the host.
 
-Letters: S runs, G groups of a step (of all workers), B examples of a group, R workers,
-D parameters.
+Letters: S runs, K steps, G groups of a step (of all workers), B examples of a group, D parameters.
 """
 
 import warnings
@@ -27,8 +26,6 @@ from gradherd.lab.train.optimizers import FunctionalOptimizer
 from gradherd.lab.train.vmap_layers import make_vmappable, prefers_loop
 
 Step = Callable[..., tuple[Tensor, ...]]
-RowSelector = Callable[[Tensor], tuple[Tensor, ...]]
-"""Selects the rows that orders need from (S, G, D) gradients."""
 
 
 class StackedStep:
@@ -41,122 +38,61 @@ class StackedStep:
         tensors: Tensors,
         optimizer: FunctionalOptimizer,
         parameters: Tensor,
-        select_rows: RowSelector = lambda grads: (grads,),
-        workers: int = 1,
+        rows_of: Callable[[Tensor], Tensor] = lambda grads: grads,
     ) -> None:
         """Prepare the step on training data that is on the device.
 
-        Every step updates the (S, D) parameters in place; `select_rows` selects what is returned of
-        the gradients.
+        Every step updates the (S, D) parameters in place; `rows_of` makes of the (S, G, D)
+        gradients what orders need of them.
         """
-        self.parameters = parameters
-        self._optimizer = optimizer
-        self._state = optimizer.init(parameters)
+        self._state = (parameters, *optimizer.init(parameters))
         gradients = _make_gradients(task, model, tensors)
         linear = linear_form(task, gradients, tensors)
         if linear is not None:
             tensors, gradients = linear.tensors, linear.gradients
-
-        def step_on(lr: Tensor, examples: tuple[Tensor, ...], *state: Tensor) -> tuple[Tensor, ...]:
-            grads = gradients(state[0], examples)
-            mean = grads.mean(1)
-            updated, optimizer_state = optimizer.update(state[0], state[1:], lr, mean)
-            # Nothing is updated in place here: tracing drops in-place writes in some versions.
-            return (mean, updated, *optimizer_state, *select_rows(grads))
-
-        def step(lr: Tensor, indices: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
-            # Indexed inside the graph: only indices are copied to the static input.
-            return step_on(lr, tuple(tensor[indices] for tensor in tensors), *state)
-
-        def worker_means(indices: Tensor, parameters: Tensor) -> tuple[Tensor, ...]:
-            grads = gradients(parameters, tuple(tensor[indices] for tensor in tensors))
-            return grads.unflatten(1, (workers, -1)).mean(2), *select_rows(grads)
-
-        def linear_steps(lrs: Tensor, indices: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
-            assert linear is not None
-            means, errors = [], []
-            runs_first = indices.transpose(0, 1)  # (S, K, G, B)
-            features, targets = linear.lookup(runs_first.flatten(2))
-            for lr, x, t in zip(lrs.unbind(), features.unbind(1), targets.unbind(1), strict=True):
-                mean, error = linear.mean_gradient(state[0], x, t)
-                updated, optimizer_state = optimizer.update(state[0], state[1:], lr, mean)
-                means.append(mean)
-                errors.append(error)
-                state = (updated, *optimizer_state)
-            # Only the mean is needed in the loop: rows of all steps are one product behind it.
-            each = features * torch.stack(errors, dim=1)
-            groups = each.unflatten(2, runs_first.shape[2:]).mean(3).flatten(1, 2)
-            rows = (
-                one.unflatten(1, runs_first.shape[1:3]).transpose(0, 1)
-                for one in select_rows(groups)
-            )
-            return (torch.stack(means), *state, *rows)
-
-        # Two more functions, since a sparse exchange happens between gradients and update, outside
-        # the graph, and since a call from Python costs as much as a step of a small model.
-        self._step, self._worker_means = _GraphCache(step), _GraphCache(worker_means)
-        self._steps = _GraphCache(linear_steps)
         self.takes_several = linear is not None
-        """Whether `several` is there."""
+        """Whether several steps in a call are faster than one by one.
 
-    def __call__(self, lr: Tensor, indices: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Take one step.
-
-        Args:
-            lr: (S, 1) learning rates.
-            indices: (S, G, B) examples of each run.
-
-        Returns:
-            The selected rows, and (S, D) the mean gradients; on a GPU the next call overwrites
-            both.
+        Those of a linear model are: a step is all overhead. For other models tracing so many steps
+        takes longer than it saves.
         """
-        return self._call(self._step, lr, indices)
 
-    def several(self, lrs: Tensor, indices: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Take K steps of a linear model in one call: such a step is all overhead.
+        def steps(lrs: Tensor, indices: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+            # Indexed inside the graph: only indices are copied to the static input. Three times as
+            # fast as tensor[indices] on a CPU.
+            flat = indices.flatten()
+            found = [
+                one.index_select(0, flat).view(*indices.shape, *one.shape[1:]) for one in tensors
+            ]
+            means, rows = [], []
+            for lr, *examples in zip(lrs.unbind(), *(one.unbind() for one in found), strict=True):
+                grads = gradients(state[0], tuple(examples))
+                mean = grads.mean(1)
+                # Nothing is updated in place here: tracing drops in-place writes in some versions.
+                updated, optimizer_state = optimizer.update(state[0], state[1:], lr, mean)
+                state = (updated, *optimizer_state)
+                means.append(mean)
+                rows.append(rows_of(grads))
+            return (torch.stack(rows), torch.stack(means), *state)
 
-        Three runs of `hmda`, 6,000 steps on a CPU: 1.1 s, 2.0 s one by one, 3.0 s with autograd.
-        For other models tracing so many steps takes longer than it saves.
+        self._steps = _GraphCache(steps)
+
+    def __call__(self, lrs: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Take K steps: one, or more where `takes_several`.
 
         Args:
             lrs: (K, S, 1) learning rates.
             indices: (K, S, G, B) examples of each run.
 
         Returns:
-            What K calls return, stacked: the selected rows, and (K, S, D) mean gradients.
+            The rows of each step, and (K, S, D) mean gradients; on a GPU the next call overwrites
+            both.
         """
-        return self._call(self._steps, lrs, indices)
-
-    def _call(
-        self, graph: "_GraphCache", lr: Tensor, indices: Tensor
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
-        state = self._full_state
-        mean, *outputs = graph(lr, indices, *state)
+        rows, means, *state = self._steps(lrs, indices, *self._state)
         # Copied back, so that parameters stay at the addresses that the graph reads.
-        self._write(outputs[: len(state)])
-        return tuple(outputs[len(state) :]), mean
-
-    def gradients(self, indices: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return the rows and the (S, R, D) gradients of workers of a step; update nothing.
-
-        On (S, G, B) examples, the groups of a worker adjacent; on a GPU the next call overwrites
-        both.
-        """
-        workers, *rows = self._worker_means(indices, self.parameters)
-        return tuple(rows), workers
-
-    def update(self, lr: Tensor, mean: Tensor) -> None:
-        """Update the parameters with (S, D) averaged gradients."""
-        updated, state = self._optimizer.update(self.parameters, self._state, lr, mean)
-        self._write([updated, *state])
-
-    @property
-    def _full_state(self) -> tuple[Tensor, ...]:
-        return self.parameters, *self._state
-
-    def _write(self, values: Sequence[Tensor]) -> None:
-        for tensor, value in zip(self._full_state, values, strict=True):
+        for tensor, value in zip(self._state, state, strict=True):
             tensor.copy_(value)
+        return rows, means
 
 
 class _GraphCache:
@@ -234,35 +170,12 @@ class LinearForm:
     def __init__(self, task: Task, form: tuple[Tensor, Tensor]) -> None:
         self.tensors, self._score_gradient = form, task.score_gradient
 
-    def lookup(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (S, K, N, D) features and (S, K, N, 1) targets of (S, K, N) examples."""
-        features, targets = self.tensors
-        flat = indices.flatten()
-        # Three times as fast as features[indices] on a CPU.
-        found = features.index_select(0, flat).view(*indices.shape, -1)
-        return found, targets.index_select(0, flat).view(*indices.shape, 1)
-
-    def mean_gradient(
-        self, parameters: Tensor, features: Tensor, targets: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return (S, D) means of error x features over examples, and the (S, N, 1) errors.
-
-        Args:
-            parameters: (S, D).
-            features: (S, N, D).
-            targets: (S, N, 1).
-        """
-        columns = parameters.unsqueeze(2)
-        error = self._score_gradient(torch.bmm(features, columns), targets)
-        # beta=0 ignores `columns`: this is a product scaled by 1 / N in one operation.
-        mean = torch.baddbmm(columns, features.mT, error, beta=0, alpha=1 / features.shape[1])
-        return mean.squeeze(2), error
-
     def gradients(self, parameters: Tensor, examples: tuple[Tensor, ...]) -> Tensor:
         """Return (S, G, D) gradients of (S, D) parameters on (S, G, B) examples."""
         features, targets = examples
         scores = torch.bmm(features.flatten(1, 2), parameters.unsqueeze(2)).view(targets.shape)
-        return (features * self._score_gradient(scores, targets).unsqueeze(-1)).mean(2)
+        grads = features * self._score_gradient(scores, targets).unsqueeze(-1)
+        return grads.squeeze(2) if grads.shape[2] == 1 else grads.mean(2)
 
 
 def linear_form(

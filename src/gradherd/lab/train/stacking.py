@@ -1,25 +1,17 @@
-"""Which runs are stacked, that is, trained side by side in one process, and the rows they buffer.
-
-Letters: S runs, s of them that read rows alike, G groups, T and K steps, D parameters, k elements
-of a row.
-"""
+"""Which runs are stacked, that is, trained side by side in one process."""
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradherd.flat import FlatSpec
-from gradherd.lab.tasks.task import Task, Tensors, carries_state
+from gradherd.lab.tasks.task import Task, carries_state
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.virtual_order import row_settings
 from gradherd.ordering.registry import make_policy
-from gradherd.rows.capture import Capture
-from gradherd.rows.settings import SketchRows, TwoSidedRows
-from gradherd.rows.sketch import CountSketch
 
 # Beyond this many parameters a step is bound by arithmetic, not by launches: stacking is no faster.
 _MAX_SIZE = {"cpu": 100_000, "cuda": 20_000_000}
@@ -50,8 +42,8 @@ def why_not_stackable(config: RunConfig, model: nn.Module) -> str | None:
         return "each of its workers has weights of its own"
     if config.autocast is not None:
         return "its precision is mixed"
-    if config.rows == "payload":
-        return "its rows come from the exchange"
+    if config.density is not None:
+        return "what its workers send is selected worker by worker"
     size, device = FlatSpec.of(model).size, config.device.partition(":")[0]
     if size > _MAX_SIZE[device]:
         return f"{size:,} parameters are too many"
@@ -144,22 +136,11 @@ def saved_per_example(task: Task, model: nn.Module, tensors: Sequence[Tensor]) -
     return saved // len(sample)
 
 
-def groups_per_step(config: RunConfig) -> int:
-    """Return how many gradients a step of a run computes: one per unit, one per worker, or one."""
-    if make_policy(config.order).needs_rows:
-        return config.workers * (config.batch_size // config.unit)
-    return 1 if config.density is None else config.workers
-
-
-def _row_key(config: RunConfig) -> tuple[bool, str, int]:
-    needs_rows = make_policy(config.order).needs_rows
-    return (True, config.rows, config.sketch_size or 0) if needs_rows else (False, "", 0)
-
-
 def stack_runs(configs: Sequence[RunConfig], model: nn.Module, saved: int = 0) -> list[list[int]]:
     """Return the indices of runs that are stacked together, and of each other run alone.
 
-    The runs of a stack differ in order, seed, learning rate and how rows are read.
+    The runs of a stack differ in order, seed and learning rate; those whose orders need rows come
+    last.
 
     Args:
         configs: The runs.
@@ -169,6 +150,7 @@ def stack_runs(configs: Sequence[RunConfig], model: nn.Module, saved: int = 0) -
     size = FlatSpec.of(model).size
     alike: dict[str, list[int]] = {}
     alone: list[list[int]] = []
+    needs_rows = [make_policy(config.order).needs_rows for config in configs]
     for at, config in enumerate(configs):
         if why_not_stackable(config, model) is not None:
             alone.append([at])
@@ -176,20 +158,16 @@ def stack_runs(configs: Sequence[RunConfig], model: nn.Module, saved: int = 0) -
         # What is left must be equal for one graph to serve all runs of a stack.
         # Examples that were transformed at random are those of a seed.
         seed = config.seed if config.augment else 0
-        shared = dataclasses.replace(
-            config, order="d-rr", seed=seed, lr=1.0, rows="auto", sketch_size=None
-        )
-        units = config.workers * (config.batch_size // config.unit)
+        shared = dataclasses.replace(config, order="d-rr", seed=seed, lr=1.0)
+        units = _units(config)
         # With many units, orders that need no rows would pay for those that do.
         few = units <= _FEW_GROUPS or units * size <= _FEW_ELEMENTS
-        groups = None if few else groups_per_step(config)
-        alike.setdefault(f"{shared} {groups}", []).append(at)
+        alike.setdefault(f"{shared} {few or needs_rows[at]}", []).append(at)
     stacks = []
     for indices in alike.values():
-        # Runs that read rows alike become adjacent, so that their rows are a slice.
-        indices.sort(key=lambda at: _row_key(configs[at]))
-        groups = max(groups_per_step(configs[at]) for at in indices)
+        indices.sort(key=needs_rows.__getitem__)
         first = configs[indices[0]]
+        groups = _units(first) if needs_rows[indices[-1]] else 1
         device = first.device.partition(":")[0]
         # Memory decides how many runs fit; the rest form the next stack.
         most = max(1, _MAX_GRADIENTS[device] // (groups * size))
@@ -201,69 +179,6 @@ def stack_runs(configs: Sequence[RunConfig], model: nn.Module, saved: int = 0) -
     return [*stacks, *alone]
 
 
-class RowBuffer:
-    """Rows of the runs that read gradients alike, buffered until they are observed together."""
-
-    def __init__(self, runs: Sequence[int], sketch: SketchRows | Tensor | None, size: int) -> None:
-        """Start empty: `runs` are ascending indices among all runs, `size` is D.
-
-        Rows are sketched as given, or by a (D, k) matrix; with None they are whole gradients.
-        """
-        self.runs, self.columns = list(runs), size
-        self._sketch: CountSketch | Tensor | None = None
-        if isinstance(sketch, Tensor):
-            self._sketch, self.columns = sketch, sketch.shape[1]
-        elif sketch is not None:
-            self._sketch, self.columns = CountSketch(sketch.size, sketch.seed), sketch.size
-        self._rows = torch.empty(0)
-
-    def select(self, grads: Tensor) -> Tensor:
-        """Return the (s, G, k) rows of these runs out of the (S, G, D) gradients of all runs."""
-        # A slice is a view; only runs that are not adjacent need a copy.
-        own = grads[self.runs[0] : self.runs[-1] + 1]
-        if len(own) > len(self.runs):
-            own = torch.stack([grads[run] for run in self.runs])
-        if self._sketch is None:
-            return own
-        if isinstance(self._sketch, Tensor):
-            return own @ self._sketch
-        return self._sketch(own)
-
-    def store(self, rows: Tensor, at: int, steps: int) -> None:
-        """Store (K, s, G, k) rows as those of K steps from step `at` of `steps` on."""
-        shape = (rows.shape[1], steps, *rows.shape[2:])
-        if self._rows.shape != shape:
-            self._rows = rows.new_empty(shape)
-        self._rows[:, at : at + len(rows)].copy_(rows.transpose(0, 1))
-
-    def stored(self, steps: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the index of each run and the (T, G, k) rows of its first `steps` steps."""
-        yield from zip(self.runs, self._rows[:, :steps], strict=True)
-
-
-def make_row_buffers(
-    configs: Sequence[RunConfig], size: int, two_sided: Callable[[TwoSidedRows], Tensor]
-) -> list[RowBuffer]:
-    """Return a buffer for each way of reading rows; orders that need no rows are in none."""
-    runs: dict[SketchRows | TwoSidedRows | None, list[int]] = {}
-    for at, config in enumerate(configs):
-        if make_policy(config.order).needs_rows:
-            settings = row_settings(config, True, size)
-            sketch = settings if isinstance(settings, SketchRows | TwoSidedRows) else None
-            runs.setdefault(sketch, []).append(at)
-    return [
-        RowBuffer(indices, two_sided(one) if isinstance(one, TwoSidedRows) else one, size)
-        for one, indices in runs.items()
-    ]
-
-
-def two_sided_matrix(
-    task: Task, model: nn.Module, tensors: Tensors, settings: TwoSidedRows
-) -> Tensor:
-    """Return the (D, k) matrix of a model's two-sided sketches."""
-    model = copy.deepcopy(model)
-    capture = Capture(model, settings)
-    # Whether a layer has one position per example is known from a batch.
-    task.loss(model, *(tensor[:2] for tensor in tensors)).backward()
-    capture.pop_rows(2)
-    return capture.matrix()
+def _units(config: RunConfig) -> int:
+    """Return how many gradients a step computes for orders that need rows."""
+    return config.workers * (config.batch_size // config.unit)
