@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.data_files import find_dataset
 from gradherd.lab.tasks.language import GPT2
 from gradherd.lab.tasks.task import Defaults, Split, check_limit
-from gradherd.lab.tasks.wikitext2 import WikiText2GPT2, overlapping_sequences, perplexity
+from gradherd.lab.tasks.wikitext2 import WikiText2GPT2, perplexity
 
 LENGTH = 32
 
@@ -39,12 +40,13 @@ class WikiText2Characters(WikiText2GPT2):
         check_limit(limit)
         text = find_dataset("wikitext-2", data_dir)
         train, test = (
-            np.frombuffer(text.text(name).encode(), np.uint8).astype(np.int64)
+            torch.tensor(np.frombuffer(text.text(name).encode(), np.uint8).astype(np.int64))
             for name in ("train.txt", "test.txt")
         )
         return Split(
-            (overlapping_sequences(train, LENGTH)[:limit],),
-            (overlapping_sequences(test, LENGTH)[:2000],),
+            # The last character of a sequence is only a target, so the next one starts with it.
+            (train.unfold(0, LENGTH + 1, LENGTH)[:limit].clone(),),
+            (test.unfold(0, LENGTH + 1, LENGTH)[:2000].clone(),),
         )
 
     def model(self) -> nn.Module:

@@ -3,6 +3,7 @@
 Shapes: B sequences, T words of each, V words in the vocabulary.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -13,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.data_files import find_dataset
-from gradherd.lab.tasks.language import build_vocabulary, token_ids
 from gradherd.lab.tasks.metrics import eval_mode
 from gradherd.lab.tasks.task import (
     Defaults,
@@ -23,7 +23,7 @@ from gradherd.lab.tasks.task import (
     UnsuitableSettings,
     check_limit,
 )
-from gradherd.lab.tasks.wikitext2 import lines, overlapping_sequences, perplexity
+from gradherd.lab.tasks.wikitext2 import lines, perplexity
 
 WORDS, LENGTH, WIDTH = 33_278, 35, 32
 UNKNOWN, END = "<unk>", "<eos>"
@@ -84,13 +84,17 @@ class WikiText2LSTM(Task):
         check_limit(limit)
         local = find_dataset("wikitext-2", data_dir)
         train, test = (_words(local.text(f"{part}.txt")) for part in ("train", "test"))
-        vocabulary = build_vocabulary(train, WORDS, (UNKNOWN, END))
+        counts = Counter(word for word in train if word not in (UNKNOWN, END))
+        # Equally frequent words are numbered in the order of their first appearance.
+        frequent = (word for word, _ in counts.most_common(WORDS - 2))
+        vocabulary = {word: index for index, word in enumerate((UNKNOWN, END, *frequent))}
         parts = []
         for words in (train, test):
             # Enough words for `limit` sequences; the vocabulary is still that of the whole text.
             used = words if limit is None else words[: limit * LENGTH + 1]
-            ids = token_ids(used, vocabulary, vocabulary[UNKNOWN])
-            parts.append((overlapping_sequences(ids, LENGTH),))
+            ids = torch.tensor([vocabulary.get(word, vocabulary[UNKNOWN]) for word in used])
+            # The last word of a sequence is only a target, so the next one starts with it.
+            parts.append((ids.unfold(0, LENGTH + 1, LENGTH).clone(),))
         return Split(*parts).first(limit)
 
     def model(self) -> nn.Module:

@@ -5,6 +5,7 @@ The bag is nearly all embedding: a gradient is zero wherever a word did not occu
 Shapes: B phrases, T words of the longest, W = 96 width.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.data_files import LocalDataSet, find_dataset
-from gradherd.lab.tasks.language import Transformer, build_vocabulary, token_ids
+from gradherd.lab.tasks.language import Transformer
 from gradherd.lab.tasks.metrics import accuracy
 from gradherd.lab.tasks.task import Classifier, Defaults, Split, check_limit
 
@@ -73,14 +74,17 @@ class SST2Transformer(Classifier):
         local = find_dataset("sst2", data_dir)
         train, test = (read_phrases(local, name) for name in ("train.tsv", "dev.tsv"))
         # Of the whole training part, even with a limit: ids must not depend on it.
-        vocabulary = build_vocabulary(chain.from_iterable(train[0]), WORDS, ("<pad>", "<unk>"))
+        counts = Counter(chain.from_iterable(train[0]))
+        # Behind padding and unknown words; equally frequent ones in the order of first appearance.
+        frequent = (word for word, _ in counts.most_common(WORDS - 2))
+        vocabulary = {word: index for index, word in enumerate(frequent, 2)}
         parts = []
         for phrases, labels in (train, test):
             # One length for all: examples are rows of a tensor, fetched by index.
             words = np.full((len(phrases[:limit]), LENGTH), PADDING)
             for row, phrase in zip(words, phrases[:limit], strict=True):
                 # Longer phrases are cut: positions have 64 embeddings.
-                ids = token_ids(phrase[:LENGTH], vocabulary, UNKNOWN)
+                ids = [vocabulary.get(word, UNKNOWN) for word in phrase[:LENGTH]]
                 row[: len(ids)] = ids
             parts.append((torch.from_numpy(words), torch.tensor(labels[:limit])))
         return Split(*parts).first(limit)

@@ -24,7 +24,6 @@ from gradherd.lab.tasks.data_files import find_dataset
 from gradherd.lab.tasks.datasets import DATASETS
 from gradherd.lab.tasks.download import verify_dataset
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.tasks.wikitext2 import load_tokens, save_tokens
 from gradherd.lab.train.checkpoint import CheckpointStore, NoUsableCheckpoint
 from gradherd.lab.train.record import write_record
 from gradherd.replay.recorded import load_vectors, open_array, replay_sparsify
@@ -124,17 +123,6 @@ DATA = [
     _of_set("cifar10-lenet", "compact", "cifar10/test_batch.webp", BYTES),
     _of_set("cifar10-lenet", "compact", "cifar10/labels.npz", _zipped(NPY)),
 ]
-
-
-def _tokens(root: Path) -> Path:
-    path = root / "tokens" / "some.npz"
-    save_tokens(path, np.arange(500, dtype=np.uint16))
-    return path
-
-
-def _recall(root: Path, path: Path) -> None:
-    found = load_tokens(path)
-    assert found is None or found.dtype == np.uint16
 
 
 def _download(root: Path) -> Path:
@@ -343,7 +331,6 @@ def _report_command() -> tuple[str, ...]:
 
 TARGETS = [
     *DATA,
-    Target("tokens npz", _tokens, _zipped(NPY), _recall),
     Target("download zip", _download, _zipped(TEXT), _unzip, named=False, found=False),
     Target("vectors npy", _gradients, NPY, _vectors,
            ("replay", "order", "FILE", "--rounds", "1", "--json"), weight=5),

@@ -97,44 +97,12 @@ def test_phrases_keep_unknown_words_and_quotes(any_edition, tmp_path):
     assert split.train[1].tolist() == [1, 0]
 
 
-# Tokens that are kept.
-
-
-def test_tokens_are_kept_and_used_again(any_edition, tmp_path, monkeypatch):
-    task = task_named("wikitext2-gpt2")
-    first = task.load(make(tmp_path, "wikitext2-gpt2", "public"))
-    kept = sorted((cache_dir() / "tokens").iterdir())
-    assert len(kept) == 2 and all(path.suffix == ".npz" for path in kept)
-
-    def never(*_):
-        raise AssertionError("tokenised again")
-
-    monkeypatch.setattr("gradherd.lab.tasks.wikitext2._encode", never)
-    assert same(task.load(tmp_path), first)
-    assert same(task.load(tmp_path, limit=5), first.first(5))
-
-
-@pytest.mark.parametrize("spoil", [b"", b"PK\x03\x04 junk", None])
-def test_kept_tokens_that_are_damaged_are_made_again(any_edition, tmp_path, spoil):
-    task = task_named("wikitext2-gpt2")
-    first = task.load(make(tmp_path, "wikitext2-gpt2", "public"))
-    for path in (cache_dir() / "tokens").iterdir():
-        path.write_bytes(path.read_bytes()[:-40] if spoil is None else spoil)
-    assert same(task.load(tmp_path), first)
-
-
 def test_other_text_gets_other_tokens(any_edition, tmp_path):
     task = task_named("wikitext2-gpt2")
     first = task.load(make(tmp_path, "wikitext2-gpt2", "public"))
     path = tmp_path / "wikitext-2" / "wiki.train.tokens"
     path.write_text(path.read_text().upper())
     assert not torch.equal(task.load(tmp_path).train[0][:9], first.train[0][:9])
-
-
-def test_a_cache_that_cannot_be_written_is_no_error(any_edition, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    task_named("wikitext2-gpt2").load(make(tmp_path, "wikitext2-gpt2", "public"))
 
 
 # Finding.

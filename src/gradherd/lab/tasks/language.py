@@ -1,8 +1,8 @@
-"""What the language tasks share: token ids, and a transformer built from plain modules.
+"""What the language tasks share: GPT-2's tokenizer, and a transformer built from plain modules.
 
-Text becomes ids by a word vocabulary or by GPT-2's byte-pair encoding, which splits text into
-words, each with the space before it, writes a word's bytes as printable characters, and then merges
-the adjacent pair that ranks first in the merge list, again and again, until no pair is in the list.
+Byte-pair encoding splits text into words, each with the space before it, writes a word's bytes as
+printable characters, and then merges the adjacent pair that ranks first in the merge list, again
+and again, until no pair is in the list.
 
 The modules are plain so that per-example gradients can be read: `nn.MultiheadAttention` applies its
 projections without calling submodules, so hooks never see them.
@@ -13,41 +13,13 @@ Shapes: B examples, T positions, W width, H heads.
 import json
 import re
 import unicodedata
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import pairwise
 
-import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor, nn
-
-
-def build_vocabulary(words: Iterable[str], size: int, special: Sequence[str]) -> dict[str, int]:
-    """Return ids for the special words, then for the most frequent ones, at most `size` in all.
-
-    Equally frequent words are numbered in the order of their first appearance.
-
-    >>> build_vocabulary("b a b c".split(), 3, ["<unk>"])
-    {'<unk>': 0, 'b': 1, 'a': 2}
-    """
-    counts = Counter(words)
-    for word in special:
-        counts.pop(word, None)
-    # most_common keeps the order of first appearance among equals, which makes ids reproducible.
-    frequent = (word for word, _ in counts.most_common(size - len(special)))
-    return {word: index for index, word in enumerate(chain(special, frequent))}
-
-
-def token_ids(words: Iterable[str], vocabulary: dict[str, int], unknown: int) -> NDArray[np.int64]:
-    """Return the id of each word.
-
-    >>> token_ids("b z".split(), {"<unk>": 0, "b": 1}, 0).tolist()
-    [1, 0]
-    """
-    return np.fromiter((vocabulary.get(word, unknown) for word in words), np.int64)
 
 
 @dataclass(frozen=True)

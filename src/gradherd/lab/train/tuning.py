@@ -8,7 +8,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor, nn
 
-from gradherd.lab.tasks.metrics import eval_mode
+from gradherd.comm.world import World
 from gradherd.lab.tasks.task import (
     REQUIRED,
     Split,
@@ -18,6 +18,7 @@ from gradherd.lab.tasks.task import (
 )
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.record import RunRecord
+from gradherd.lab.train.trainer import full_loss
 
 HELD_OUT = 0.2
 """Share of the training examples that rates are compared on."""
@@ -39,12 +40,9 @@ class HeldOutTask(Task):
                 setattr(self, name, getattr(task, name))
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
-        """Return the mean loss."""
-        total, count = 0.0, len(tensors[0])
-        with eval_mode(model), torch.no_grad():
-            for chunk in zip(*(tensor.split(_CHUNK) for tensor in tensors), strict=True):
-                total += float(self.loss(model, *chunk)) * len(chunk[0])
-        return total / count
+        """Return the mean loss; NaN if it is not finite."""
+        loss = full_loss(self, model, tensors, World.single(), _CHUNK)
+        return math.nan if loss is None else loss
 
 
 def check_can_hold_out(task: Task) -> None:
