@@ -1,4 +1,6 @@
+import copy
 import itertools
+import pickle
 import threading
 import weakref
 
@@ -274,3 +276,26 @@ def test_batches_are_found_by_their_examples():
     for wrong in ([5, 0], [0, 2], [0], [9, 1], []):
         with pytest.raises(ValueError, match="are not consecutive"):
             batches.claim_examples(wrong, lambda: order)
+
+
+def test_the_order_is_listed_once_an_epoch_for_batches_by_index(monkeypatch):
+    sampler, listed = make(ahead=0), []
+    indices = OrderedSampler.indices
+    monkeypatch.setattr(OrderedSampler, "indices", lambda one: listed.append(1) or indices(one))
+    order = indices(sampler)
+    claims = [sampler.claim(indices=order[at : at + 2]) for at in range(0, len(order), 2)]
+    assert [claim.step for claim in claims] == list(range(0, len(order), 2))
+    assert len(listed) == 1  # a list of a million examples for each batch takes longer than a step
+    sampler.end_epoch()
+    assert sampler.claim(indices=indices(sampler)[:2]).step == 0 and len(listed) == 2
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))]
+)
+def test_a_followed_loader_can_be_copied(copied):
+    sampler = make(ahead=0)
+    loader = loader_of(sampler)
+    assert len(list(copied(FollowedLoader(loader, sampler)))) == len(loader)
+    with pytest.raises(AttributeError):
+        _ = FollowedLoader(loader, sampler).nothing

@@ -305,3 +305,22 @@ def test_epochs_move_the_kernel_penalty():
     ordering.end_epoch()
     carry = ordering.state_dict()["balance"]["carry"]
     assert carry[:, 0].tolist() == pytest.approx([0, 0, 2 * factor])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "says"),
+    [
+        ("sides", lambda sides: sides[:4], r"sides is \(4, 2\), not \(6, 2\)"),
+        ("sides", lambda sides: sides[:, :1], r"sides is \(6, 1\), not \(6, 2\)"),
+        ("carry", lambda carry: torch.zeros(3, 1), r"carry is \(3, 1\), not \(0, 1\)"),
+        ("steps", lambda steps: 7, "7 steps of an epoch of 6"),
+        ("steps", lambda steps: -1, "-1 steps of an epoch of 6"),
+    ],
+)
+def test_a_state_of_other_shapes_is_refused(name, damage, says):
+    ordering = make("cd-grab", [6, 6])
+    ordering.observe(torch.randn(3, 2, 5))
+    state = ordering.state_dict()
+    state["balance"][name] = damage(state["balance"][name])
+    with pytest.raises(ValueError, match=f"state is damaged: {says}"):
+        make("cd-grab", [6, 6]).load_state_dict(state)

@@ -179,7 +179,8 @@ class Batches:
     def begin_epoch(self, *, epoch: int, version: str, start: int, length: int) -> None:
         """Credit gradients to another epoch, from position `start` on of `length` examples."""
         self._epoch, self._version, self._start, self._length = epoch, version, start, length
-        self._positions: dict[int, list[int]] | None = None
+        self._examples: list[int] = []
+        self._positions: dict[int, list[int]] = {}
         self.position = start
         """Position up to which gradients were credited."""
         self.last_pass: EpochPass | None = None
@@ -317,14 +318,14 @@ class Batches:
         Raises:
             ValueError: The order does not hold them like this.
         """
-        examples, wanted = order(), [int(index) for index in indices]
-        if self._positions is None:
-            self._positions = {}
-            for position, index in enumerate(examples):
+        wanted = [int(index) for index in indices]
+        if not self._examples:  # once an epoch: it may have a million
+            self._examples, self._positions = order(), {}
+            for position, index in enumerate(self._examples):
                 self._positions.setdefault(index, []).append(position)
         for first in self._positions.get(wanted[0], []) if wanted else []:
             aligned = first % self._unit == 0 and len(wanted) % self._unit == 0
-            if aligned and examples[first : first + len(wanted)] == wanted:
+            if aligned and self._examples[first : first + len(wanted)] == wanted:
                 before = self.position
                 claim = self._claim(first, len(wanted))
                 self.position = before + len(wanted)  # Batches come in any order: only count them.
@@ -381,7 +382,7 @@ class FollowedLoader:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_loader"], name)
+        return getattr(self.__dict__.get("_loader"), name)
 
 
 class FollowedIterator(Iterator[Any]):
@@ -404,7 +405,7 @@ class FollowedIterator(Iterator[Any]):
             self._count.delivered += 1
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_batches"], name)
+        return getattr(self.__dict__.get("_batches"), name)
 
 
 def check_followed(loader: Any, sampler: "OrderedSampler") -> None:

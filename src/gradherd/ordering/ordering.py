@@ -349,30 +349,30 @@ class Ordering:
         saved = state["balance"]
         if missing := {"sizes", "epoch"} - saved.keys():
             raise ValueError(f"state is damaged: its balance has no {', '.join(sorted(missing))}")
-        balance: EpochState = self.policy.new_state(tuple(saved["sizes"]), saved["epoch"], None)
-        balance.load(saved)
-        movable = can_reshard(balance.sizes, self.sizes)
-        sizes = ((), ()) if movable else (balance.sizes, self.sizes)
+        sizes = tuple(saved["sizes"])
+        movable = can_reshard(sizes, self.sizes)
         for name, theirs, ours in (
             ("policy", state["policy"], repr(self.policy)),
             ("seed", state["seed"], self.random.seed),
-            ("units", sum(balance.sizes), sum(self.sizes)),
-            ("units per worker", *sizes),
+            ("units", sum(sizes), sum(self.sizes)),
+            ("units per worker", sizes, sizes if movable else self.sizes),
         ):
             if theirs != ours:
                 raise ValueError(f"state was saved with {name} {theirs}, this run has {ours}")
+        balance: EpochState = self.policy.new_state(sizes, saved["epoch"], None)
+        balance.load(saved)
         for key in ("orders", "visits"):
             if (units := len(state[key])) != sum(self.sizes):
                 raise ValueError(f"state is damaged: {key} of {units} units, not {sum(self.sizes)}")
-        orders = [order.long().clone() for order in state["orders"].split(balance.sizes)]
+        orders = [order.long().clone() for order in state["orders"].split(sizes)]
         rest = None if "rest" not in state else state["rest"].long().clone()
         check_orders(orders, rest)
-        if balance.sizes == self.sizes:  # All checks came first: a refused state changes nothing.
+        if sizes == self.sizes:  # All checks came first: a refused state changes nothing.
             self._orders, self._state, self.rest = orders, balance, rest
-            self._visits = [v.int().clone() for v in state["visits"].split(balance.sizes)]
+            self._visits = [v.int().clone() for v in state["visits"].split(sizes)]
             self._version = self.resharded_from = None
         else:
-            self._adopt(orders, balance, rest, state.get("length", max(balance.sizes)))
+            self._adopt(orders, balance, rest, state.get("length", max(sizes)))
 
     def _adopt(
         self, orders: list[Tensor], balance: EpochState, rest: Tensor | None, length: int

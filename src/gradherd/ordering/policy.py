@@ -139,12 +139,19 @@ class EpochState:
         """Take over what `state_dict` returned for a state of this kind.
 
         Raises:
-            ValueError: A required field is missing.
+            ValueError: A required field is missing, or has another shape than in a new state.
         """
         missing = {"sizes", "epoch", "steps", *self.required} - state.keys()
         if missing:
             raise ValueError(f"state is damaged: its balance has no {', '.join(sorted(missing))}")
         self.steps = state["steps"]
+        if not 0 <= self.steps <= self.length:
+            raise ValueError(f"state is damaged: {self.steps} steps of an epoch of {self.length}")
+        for name in state.keys() & vars(self).keys():
+            own = tuple(getattr(getattr(self, name), "shape", ()))
+            if own and own != tuple(state[name].shape):
+                found = tuple(state[name].shape)
+                raise ValueError(f"state is damaged: {name} is {found}, not {own}")
         for name in (*self.columns, *self.others):
             if name in state:
                 setattr(self, name, state[name].clone())

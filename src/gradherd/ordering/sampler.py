@@ -305,6 +305,7 @@ class OrderedSampler(DistributedSampler[Any]):
             ValueError: The examples are not a batch of this epoch, or are needed and not given.
         """
         if indices is not None:
+            self._told.before_reading()
             return self._batches.claim_examples(indices, self.indices)
         if not self.ordering.policy.needs_rows:
             return self._batches.claim_next()
