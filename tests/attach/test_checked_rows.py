@@ -87,7 +87,7 @@ def train(model: nn.Module, *, unit: int = 1, closure: bool = False, rows="auto"
 
 @pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize("model", [ClassToken, Gru])
-def test_replayed_modules_in_plain_loops_and_with_a_closure(model, closure: bool) -> None:
+def test_looped_modules_in_plain_loops_and_with_a_closure(model, closure: bool) -> None:
     metrics = train(model(), closure=closure)
     assert (metrics["epoch"], "rows_left_out" in metrics) == (2, False)
 

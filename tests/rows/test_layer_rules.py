@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from gradherd.rows import Capture, describe
-from gradherd.rows.batch_dims import INPUT, BatchDims
+from gradherd.rows.batch_dims import BatchDims
 from gradherd.rows.settings import ExactRows
+from gradherd.rows.sink import INPUT, SinkPool
 from tests.rows.reference import batch_gradient, close, loop_over_examples
 
 BATCH = 5
@@ -189,7 +190,7 @@ def test_a_subclass_with_another_forward_has_no_rule() -> None:
     class Named(nn.Linear):
         pass
 
-    assert describe(Doubled(2, 2)).startswith("rows: 0 modules by rule; 1 replayed")
+    assert describe(Doubled(2, 2)).startswith("rows: 0 modules by rule; 1 looped over")
     assert describe(Named(2, 2)) == "rows: 1 module by rule (Named)"
 
 
@@ -197,7 +198,12 @@ def test_sizes_decide_where_the_model_was_not_run_with_one_more_example() -> Non
     def find(dims: BatchDims, *shape: int, batch: int | None = 4) -> int | None:
         return dims.find("x", INPUT, torch.Size(shape), len(shape) - 1, batch)
 
-    unknown, given = BatchDims(), BatchDims(1)
+    pool = SinkPool(torch.empty(0), None)
+    unknown, given = (
+        BatchDims(nn.Module(), SinkPool(torch.empty(0), None)),
+        BatchDims(nn.Module(), pool),
+    )
+    pool.given_dim = 1
     assert find(unknown, 4, 5, 4) == 0
     assert find(unknown, 5, 4, 3) == 1
     assert find(unknown, 5, 3, 4) is None  # the last holds features

@@ -49,7 +49,7 @@ def test_no_false_alarm(kind: str, dtype: torch.dtype) -> None:
         pytest.skip("not every CPU has LSTMs in bfloat16")
     model = make().to(torch.float32 if autocast else dtype)
     capture = Capture(model, ExactRows(strict=True))
-    other = copy.deepcopy(model)  # captures would see what the other one runs again
+    other = copy.deepcopy(model)  # of one capture, the other would see twice
     sketch = Capture(other, SketchRows(size=16), batch_size=BATCH)
     x = x.to(torch.float32 if autocast else dtype) if x.is_floating_point() else x
     for _ in range(2):
@@ -149,7 +149,7 @@ class SharedByFunction(nn.Module):
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0])
-def test_rows_of_a_rule_and_of_a_replay_are_added(scale: float) -> None:
+def test_rows_of_a_rule_and_of_a_loop_are_added(scale: float) -> None:
     model, x = SharedByFunction(scale).double(), values(BATCH, 20, 3)
     capture = Capture(model, batch_size=BATCH)
     for _ in range(3):

@@ -151,7 +151,7 @@ def test_layers(name: str, rank: int) -> None:
     x = x.double() if x.is_floating_point() else x
     # In evaluation mode, batch norm keeps examples apart.
     capture = check(Case(lambda: layer, lambda: x, eval=name.startswith("batch norm")), rank)
-    assert not capture._whole, "it is run again"
+    assert not capture._whole, "it is looped over"
 
 
 def test_examples_of_a_batch_norm_in_training_are_those_of_exact_rows() -> None:
@@ -244,7 +244,7 @@ def test_attention(make: Callable[[], nn.Module]) -> None:
     )
     capture = Capture(model, TwoSidedRows(rank=4, size=SIZE, batch_dim=dim, strict=True))
     (model(x).sin().sum() / BATCH).backward()
-    assert not capture._whole, "it is run again"
+    assert not capture._whole, "it is looped over"
     assert is_close(capture.pop_rows(BATCH), mapped(capture, expected))
 
 

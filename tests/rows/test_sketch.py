@@ -83,7 +83,7 @@ def test_columns_are_sketched(examples: int, size: int) -> None:
 
 
 class HashedColumns(nn.Module):
-    """A convolution with more columns than a row has, and a module that is run again."""
+    """A convolution with more columns than a row has, and a module that is looped over."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ from gradherd.ordering.batches import BatchTicket
 from gradherd.ordering.bounds import HerdingWatch
 from gradherd.ordering.coordination import check_same_version
 from gradherd.ordering.sampler import Feeder, OrderedSampler
-from gradherd.rows.forward_replay import ModelHook, UncopiedHook, skip_on_replay
+from gradherd.rows.module_hooks import UncopiedHook, do_nothing
 from gradherd.rows.settings import RowSettings, row_length
 from gradherd.rows.torch_names import current_backward
 
@@ -96,8 +96,7 @@ class OrderFeedback(Feeder):
         # An exchange has to know of every forward, so its graph is broken there. Without one, a
         # compiled forward need not tell: the backward asks for its batch.
         quiet = isinstance(transport, GatheringTransport | CountingTransport)
-        before_forward = self._before_forward
-        hook = ModelHook(before_forward, _nothing) if quiet else UncopiedHook(before_forward)
+        hook = UncopiedHook(self._before_forward, do_nothing if quiet else None)
         self._handles = [
             model.register_forward_pre_hook(hook),
             register_optimizer_step_pre_hook(_around_step_of(model, self)),
@@ -109,7 +108,6 @@ class OrderFeedback(Feeder):
         sampler.fed_by(self)
         transport.on_backward(self.before_backward)
 
-    @skip_on_replay
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
             self._feed_back()
@@ -321,10 +319,6 @@ class OrderFeedback(Feeder):
 
 
 _NO_CONTEXT = contextlib.nullcontext()
-
-
-def _nothing(module: nn.Module, args: Any) -> None:
-    """Stand for `_before_forward` in a graph."""
 
 
 def check_same_orders(sampler: OrderedSampler, device: torch.device) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradherd.hooks.fsdp_torch import sharded_groups
-from gradherd.rows.parameter_owners import remove_hook
+from gradherd.rows.module_hooks import remove_hook
 from gradherd.rows.row_check import Registrar
 from gradherd.rows.torch_names import current_backward
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from gradherd.rows.forward_replay import UncopiedHook
+from gradherd.rows.module_hooks import UncopiedHook
 
 log = logging.getLogger("gradherd")
 

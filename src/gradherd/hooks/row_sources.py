@@ -20,7 +20,7 @@ from gradherd.hooks.fsdp_torch import fsdp_modules
 from gradherd.hooks.parameter_hooks import ParameterHooks, gradient_registrar
 from gradherd.hooks.torch_names import call_after_backward
 from gradherd.rows.capture import LOOK_CLOSER, Capture
-from gradherd.rows.parameter_owners import unwrap_model
+from gradherd.rows.layer_plan import unwrap_model
 from gradherd.rows.settings import BatchRows, ExactRows, RowSettings, SketchRows, TwoSidedRows
 from gradherd.rows.sketch import CountSketch, has_kernels
 from gradherd.rows.torch_names import current_backward

@@ -7,21 +7,26 @@ model runs on B + 1 examples, exactly the dimensions that hold examples grow.
 Shapes: B examples.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import copy
+import dataclasses
+import functools
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
-from gradherd.rows.forward_replay import ModuleCall, map_tensors, tensor_leaves
+from gradherd.rows.sink import INPUT, Shapes, SinkPool
 
-INPUT = -1
-"""Stands for a module's input where outputs are numbered from 0."""
+log = logging.getLogger("gradherd")
 
-Shapes = dict[int, torch.Size]
-"""Shapes of a module's input and outputs in one call."""
-ShapeRunner = Callable[[ModuleCall, Any, Any], list[tuple[str, Shapes]]]
+Calls = list[tuple[str, Shapes]]
+"""Shapes in the calls of modules, behind their names."""
 
 
 def call_shapes(args: Any, kwargs: Any, outputs: Any) -> Shapes:
@@ -32,22 +37,37 @@ def call_shapes(args: Any, kwargs: Any, outputs: Any) -> Shapes:
     return shapes
 
 
-@dataclass
 class BatchDims:
-    """Remembers the batch dimension of the model's inputs and of every module's tensors."""
+    """Finds the batch dimension of the model's inputs and of every module's tensors."""
 
-    given: int | None = None
-    """The user's setting for all tensors of the model."""
-    sharded: bool = False
-    """Whether modules hold shards of their parameters between passes (FSDP)."""
-    batch_size: int | None = None
-    """Examples in a full batch of the loader, if they are known."""
-    _probed: set[tuple[int, ...]] = field(default_factory=set)
-    _model_dim: int | None = None
-    _guessed: bool = False
-    """Whether only the size of a batch speaks for that dimension so far."""
-    _known: dict[tuple[str, int, int], int | None] = field(default_factory=dict)
-    """By module, output (or INPUT) and number of dimensions; None without a batch dimension."""
+    def __init__(
+        self,
+        model: nn.Module,
+        pool: SinkPool,
+        *,
+        batch_size: int | None = None,
+        sharded: bool = False,
+    ) -> None:
+        """Begin without any.
+
+        Args:
+            model: The model.
+            pool: Has its layers; they are told their batch dimension.
+            batch_size: Examples in a full batch of the loader, if they are known.
+            sharded: Whether modules hold shards of their parameters between passes (FSDP).
+        """
+        self.sharded = sharded
+        self._model, self._pool, self._batch_size = model, pool, batch_size
+        self._probed: set[tuple[int, ...]] = set()
+        self._model_dim: int | None = None
+        self._guessed = False  # whether only the size of a batch speaks for that dimension so far
+        # By module, output (or INPUT) and number of dimensions; None without a batch dimension.
+        self._known: dict[tuple[str, int, int], int | None] = {}
+
+    @property
+    def model_dim(self) -> int:
+        """Batch dimension of the model's inputs, as far as it is known."""
+        return self._model_dim if self._model_dim is not None else self._pool.given_dim or 0
 
     def find(
         self, name: str, index: int, shape: torch.Size, candidates: int, batch: int | None
@@ -62,88 +82,75 @@ class BatchDims:
             batch: Examples of the forward that runs; None where a part of the model is called by
                 itself.
         """
-        if self.knows(name, index, len(shape)):
-            dim = self.dim_of(name, index, len(shape))
+        if (name, index, len(shape)) in self._known:
+            dim = self._known[name, index, len(shape)]
             return dim if dim is not None and dim < candidates else None
         # Sizes decide, and what they leave open has no rows.
+        given = self._pool.given_dim
         if batch is not None:
             fits = [dim for dim in range(candidates) if shape[dim] == batch]
-            if self.given in fits:
-                return self.given
+            if given in fits:
+                return given
             # (1, T) is broadcast over the examples; T may still equal their number.
             return fits[0] if len(fits) == 1 and (fits[0] == 0 or shape[0] != 1) else None
         # Indices (T,) may be positions, looked up once for all examples.
         least = 2 if index == INPUT else 1
-        is_given = self.given is not None and self.given < candidates and len(shape) >= least
-        return self.given if is_given else None
+        is_given = given is not None and given < candidates and len(shape) >= least
+        return given if is_given else None
 
-    def look_at(self, args: Any, kwargs: Any, probe: Callable[[Any, Any, int], None]) -> int | None:
+    def look_at(self, args: Any, kwargs: Any) -> int | None:
         """Return the examples of a batch that the model is about to take; None without tensors.
 
-        Args:
-            args: The model's arguments.
-            kwargs: The same.
-            probe: Called with both and the number of examples if their kind is new; finds batch
-                dimensions by `probe`.
+        Finds batch dimensions if the kind of its inputs is new.
         """
-        leaves = [tensor for tensor in tensor_leaves((args, kwargs)) if tensor.dim()]
-        shapes = tuple(tensor.shape for tensor in leaves)
-        if leaves and self.batch_size is not None:
-            self.expect(leaves[0].shape, self.batch_size)
-        examples = self.model_examples(shapes)
+        shapes = [tensor.shape for tensor in tensor_leaves((args, kwargs)) if tensor.dim()]
+        if shapes:
+            self._expect(shapes[0])
+        examples = self._examples(shapes)
         # Once for every number of dimensions: other paths may come with other inputs.
         kind = tuple(map(len, shapes))
         if kind not in self._probed and examples is not None:
-            probe(args, kwargs, examples)
+            with torch.no_grad(), _eagerly(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the model is about to run, and will warn itself
+                self._probe(map_tensors(Tensor.detach, (args, kwargs)), examples)
             self._probed.add(kind)
-            examples = self.model_examples(shapes)  # what was guessed may be known now
+            examples = self._examples(shapes)  # what was guessed may be known now
         return examples
 
-    @property
-    def model_dim(self) -> int:
-        """Batch dimension of the model's inputs, as far as it is known."""
-        return self._model_dim if self._model_dim is not None else self.given or 0
-
-    def model_examples(self, shapes: Sequence[torch.Size]) -> int | None:
+    def _examples(self, shapes: Sequence[torch.Size]) -> int | None:
         """Return B as the shapes of the model's own inputs have it, or None without tensors."""
         dim = self.model_dim
         # The first tensor that has the dimension: masks and scalars may come with the inputs.
         return next((shape[dim] for shape in shapes if len(shape) > dim), None)
 
-    def expect(self, shape: torch.Size, examples: int) -> None:
+    def _expect(self, shape: torch.Size) -> None:
         """Decide on the batch dimension of the model's inputs from the size of a loader's batch."""
-        if self.given is None and self._model_dim is None:
+        unknown = self._pool.given_dim is None and self._model_dim is None
+        if unknown and self._batch_size is not None:
             # The batch is the first or the second dimension in all layouts that torch's layers
             # know.
-            fits = [dim for dim, size in enumerate(shape[:2]) if size == examples]
+            fits = [dim for dim, size in enumerate(shape[:2]) if size == self._batch_size]
             self._model_dim = fits[0] if fits else None
             # A short batch may have as many features as a whole one has examples.
             self._guessed = self._model_dim == 1
 
-    def knows(self, name: str, index: int, ndim: int) -> bool:
-        """Say whether the batch dimension of a module's input or output was found."""
-        return (name, index, ndim) in self._known
-
-    def dim_of(self, name: str, index: int, ndim: int) -> int | None:
-        """Return the batch dimension that was found; None if there is none or it is unknown."""
-        return self._known.get((name, index, ndim))
-
-    def probe(
-        self, call: ModuleCall, examples: int, calls: Mapping[str, list[Shapes]], run: ShapeRunner
-    ) -> None:
-        """Run the model with one more example and note which dimensions grow.
-
-        Args:
-            call: A call of the model itself.
-            examples: B.
-            calls: Shapes of the modules' calls in this batch, by module.
-            run: Runs the model again with other arguments and returns the shapes in its modules.
-        """
+    def _probe(self, given: Any, examples: int) -> None:
+        """Run the model as it is and with one more example, and note which dimensions grow."""
+        pool = self._pool
+        pool.shares = False
+        try:
+            calls, outputs = self._run(given, examples)
+        except Exception as error:
+            if self.sharded:  # parameters may have stayed gathered
+                raise
+            # It needs gradients, say. Then sizes decide which dimensions hold examples.
+            log.debug("the model cannot be run without gradients: %s", error)
+            return
+        # Inputs that only look like a batch, such as a square mask, make the model fail.
         for skip_square in (False, True):
             try:
-                # Inputs that only look like a batch, such as a square mask, make the model fail.
-                args, kwargs = self.one_more(call, examples, skip_square)
-                probed = run(call, args, kwargs)
+                more = self._one_more(given, examples, skip_square)
+                larger_calls, larger = self._run(more, examples + 1)
             except Exception as error:
                 if self.sharded:  # parameters may have stayed gathered, and go stale
                     raise RuntimeError(
@@ -151,16 +158,27 @@ class BatchDims:
                         f"which failed ({error}): order whole batches (unit=batch_size)"
                     ) from error
                 continue
-            self._learn(examples, calls, probed)
             self._guessed = False
+            self._learn(examples, calls, larger_calls)
+            pool.shares = self._can_share((given, more), (outputs, larger), examples)
             return
         if self._guessed:  # The model takes no more of what only looked like examples.
-            shape = next(t.shape for t in tensor_leaves((call.args, call.kwargs)) if t.dim())
             self._guessed, self._model_dim = False, 0
-            self.probe(call, shape[0], calls, run)
+            self._probe(given, next(t.shape[0] for t in tensor_leaves(given) if t.dim()))
 
-    def one_more(self, call: ModuleCall, examples: int, skip_square: bool) -> Any:
-        """Return the arguments of a call with the last example repeated."""
+    def _run(self, given: Any, examples: int) -> tuple[Calls, Any]:
+        """Run the model; return the shapes in its layers, and its outputs."""
+        pool, (args, kwargs) = self._pool, given
+        pool.recorded, pool.batch = [], examples
+        try:
+            with _undone(self._model):
+                outputs = self._model(*args, **kwargs)
+            return pool.recorded, outputs
+        finally:
+            pool.recorded, pool.batch = None, None
+
+    def _one_more(self, given: Any, examples: int, skip_square: bool) -> Any:
+        """Return arguments with the last example repeated."""
         dim = self.model_dim
 
         def extend(tensor: Tensor) -> Tensor:
@@ -171,19 +189,32 @@ class BatchDims:
             # A copy of a real example, so that indices stay in range and masks stay valid.
             return torch.cat([tensor, tensor.narrow(dim, examples - 1, 1)], dim)
 
-        return map_tensors(extend, (call.args, call.kwargs))
+        return map_tensors(extend, given)
 
-    def _learn(
-        self,
-        examples: int,
-        calls: Mapping[str, list[Shapes]],
-        probed: list[tuple[str, Shapes]],
-    ) -> None:
+    def _can_share(self, given: Any, outputs: Any, examples: int) -> bool:
+        """Say whether the model computes the same if examples get copies of what they share.
+
+        Also with one more example: what takes positions for examples fails then.
+        """
+        self._pool.shares = True
+        try:
+            found = [self._run(one, examples + at)[1] for at, one in enumerate(given)]
+        except Exception:  # whatever the model says to a tensor that is expanded
+            return False
+        finally:
+            self._pool.shares = False
+        return all(map(_alike, outputs, found))
+
+    def _learn(self, examples: int, calls: Calls, larger: Calls) -> None:
+        """Note which dimensions have grown, and tell the layers."""
+        of_module: dict[str, list[Shapes]] = {}
+        for name, shapes in calls:
+            of_module.setdefault(name, []).append(shapes)
         votes: dict[tuple[str, int, int], set[int | None]] = {}
-        for name, larger in {(n, tuple(s.items())) for n, s in probed}:
-            for index, big in larger:
+        for name, big_shapes in {(n, tuple(s.items())) for n, s in larger}:
+            for index, big in big_shapes:
                 key = (name, index, len(big))
-                for shapes in calls.get(name, ()):
+                for shapes in of_module.get(name, ()):
                     small = shapes.get(index, torch.Size())
                     if len(small) == len(big):
                         # Every call of a module votes: one that is called twice may see a batch
@@ -193,6 +224,13 @@ class BatchDims:
             if dims:
                 # Uses with and without a batch cannot be told apart later: no batch dimension.
                 self._known[key] = dims.pop() if len(dims) == 1 else None
+        layers = {layer.name: layer for layer in self._pool.layers}
+        for name, shapes in calls:
+            layer, shape = layers[name], shapes.get(INPUT, torch.Size())
+            key = (name, INPUT, len(shape))
+            if key in self._known:
+                layer.ndim, layer.dim = len(shape), self._known[key]
+                layer.uses_single = layer.is_single(shape)
 
 
 def _grown(small: torch.Size, big: torch.Size, examples: int) -> set[int | None]:
@@ -205,3 +243,91 @@ def _grown(small: torch.Size, big: torch.Size, examples: int) -> set[int | None]
         return {changed[0]}
     # Something else changed as well, such as a padded length: no vote.
     return set()
+
+
+@contextmanager
+def _undone(model: nn.Module) -> Iterator[None]:
+    """Run a model without a trace: random states and buffers stay as they are.
+
+    torch's transformers call their layers, also in evaluation without gradients.
+    """
+    devices = {p.device.index for p in model.parameters() if p.is_cuda}
+    # The model works on copies: writing the old values back would invalidate what autograd has
+    # saved.
+    buffers = [
+        (owner, name, buffer)
+        for owner in model.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
+    copies = {buffer: buffer.clone() for _, _, buffer in buffers}
+    is_fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            for owner, name, buffer in buffers:
+                owner._buffers[name] = copies[buffer]
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(is_fast)
+        for owner, name, buffer in buffers:
+            owner._buffers[name] = buffer
+
+
+def _eagerly() -> AbstractContextManager[Any]:
+    """Return a context in which compiled parts of a model run as they are."""
+    # torch 2.7 has it, too. Where nothing was compiled, the compiler need not be loaded.
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    context: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return context
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Say whether two results of a model are the same."""
+    pairs = list(zip(tensor_leaves(one), tensor_leaves(other), strict=True))
+    return all(
+        a.shape == b.shape and torch.allclose(a.float(), b.float(), 1e-2, 1e-3, equal_nan=True)
+        for a, b in pairs
+    )
+
+
+def tensor_leaves(tree: Any) -> list[Tensor]:
+    """Return the tensors in nested containers, always in the same order.
+
+    Other objects are not searched: what they hold (such as the cache of a decoder) is seldom part
+    of a loss.
+    """
+    tensors: list[Tensor] = []
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+        elif _is_dataclass_instance(leaf):
+            # Unless it is registered, torch takes a dataclass for a leaf.
+            tensors += tensor_leaves([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
+    return tensors
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return the same containers with `function` applied to each of their `tensor_leaves`."""
+    # A function of this module: one defined here that calls itself would hold what it is given
+    # until Python looks for cycles.
+    return tree_map(functools.partial(_map_leaf, function), tree)
+
+
+def _map_leaf(function: Callable[[Tensor], Tensor], leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return function(leaf)
+    if _is_dataclass_instance(leaf):
+        result = copy.copy(leaf)
+        for field in dataclasses.fields(leaf):
+            # Not replace(), which would run __post_init__ again; not setattr(), which a frozen
+            # dataclass refuses.
+            value = map_tensors(function, getattr(leaf, field.name))
+            object.__setattr__(result, field.name, value)
+        return result
+    return leaf
+
+
+def _is_dataclass_instance(leaf: Any) -> bool:
+    return dataclasses.is_dataclass(leaf) and not isinstance(leaf, type)

@@ -2,18 +2,15 @@
 
 Every layer hands its rows to sinks (`rows.sink`). For sketches a layer maps each example's gradient
 to a few columns, and layers share sinks; for exact rows it hands over the gradients themselves, and
-every layer has sinks of its own. Modules without such a layer are run again, and hand over their
-gradients, too (`rows.replayed_modules`).
+every layer has sinks of its own. The backward of modules without such a layer runs once for each
+example, and hands over gradients, too (`rows.looped_modules`).
 
 Shapes: B examples, N elements of a sink, k elements of a row, D elements of all parameters.
 """
 
 import logging
 import math
-import sys
-import warnings
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -21,18 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.flat import FlatSpec
-from gradherd.rows.batch_dims import INPUT, BatchDims, Shapes, call_shapes
-from gradherd.rows.forward_replay import (
-    ForwardContext,
-    ModelHook,
-    ModuleCall,
-    detach_all,
-    repeat_forward,
-    tensor_leaves,
-)
-from gradherd.rows.layer_plan import LayerPlan
-from gradherd.rows.parameter_owners import unwrap_model
-from gradherd.rows.replayed_modules import ReplayedModule
+from gradherd.rows.batch_dims import BatchDims
+from gradherd.rows.layer_plan import LayerPlan, unwrap_model
+from gradherd.rows.module_hooks import UncopiedHook
 from gradherd.rows.row_check import Registrar, RowCheck, tolerance
 from gradherd.rows.settings import ExactRows, SketchRows, TwoSidedRows
 from gradherd.rows.sink import SinkPool, at_least_float32, is_spectrum
@@ -88,7 +76,7 @@ class Capture:
                 first batch needs it.
             sharded: For a model whose modules hold shards of their parameters between passes
                 (FSDP): hooks the gradients of whole parameters. Rows leave out modules without a
-                layer: those are run again, for which their parameters would have to be gathered.
+                layer.
         """
         outer, model = model, unwrap_model(model)
         self.spec = FlatSpec.of(model)
@@ -100,9 +88,6 @@ class Capture:
         if self._parameters:
             first = self._parameters[0]  # not new_empty: a shard's would be a DTensor
             self._like = at_least_float32(torch.empty(0, dtype=first.dtype, device=first.device))
-        self._dims = BatchDims(
-            settings.batch_dim, sharded=sharded is not None, batch_size=batch_size
-        )
         self._is_exact = isinstance(settings, ExactRows)
         self._size, maps = self.spec.size, MapSettings(0, 0, 0, self._like, is_exact=True)
         if not isinstance(settings, ExactRows):
@@ -113,6 +98,9 @@ class Capture:
             maps = MapSettings(columns, self._size, settings.seed, self._like)
         self._pool = SinkPool(self._like, batch_size, is_exact=self._is_exact)
         self._pool.given_dim = settings.batch_dim
+        self._dims = BatchDims(
+            model, self._pool, batch_size=batch_size, sharded=sharded is not None
+        )
         self._tensors = maps.tensors
         self._looks_closer = False
         self._dtypes = {p.dtype for p in self._parameters}  # and that of autocast
@@ -120,7 +108,7 @@ class Capture:
         self._began: Callable[[], None] = lambda: None
         self._failures: dict[str, str] | None = None  # of the batch that waits, once checked
         self._suspects: set[str] = set()  # keys of sinks whose sums are wrong
-        self._probe_traced = mark_constant(lambda *given: self._probe_given(*given))
+        self._look_traced = mark_constant(lambda *given: self._look_at_given(*given))
         plan = LayerPlan(model, self.spec, maps, self._pool, self._dims)
         self._uses, self._untap = plan.uses, plan.untap
         every = (one for layer in self._pool.layers for one in layer.maps if one is not None)
@@ -147,11 +135,11 @@ class Capture:
         self._pool.is_apart = self._check.due
         if batch_size is not None:
             self._pool.make_sinks(batch_size)
-        hook = ModelHook(self._before_model, self._before_compiled)
-        after = ModelHook(self._after_model, self._after_compiled)
+        before = UncopiedHook(self._before_model, self._before_compiled)
+        after = UncopiedHook(self._after_model, self._after_compiled)
         # In front of FSDP's own hook: the model is run inside.
         self._handles = [
-            outer.register_forward_pre_hook(hook, with_kwargs=True, prepend=True),
+            outer.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
             outer.register_forward_hook(after, always_call=True),
         ]
         try:
@@ -176,104 +164,37 @@ class Capture:
             pool.make_sinks(examples)
         pool.batch = pool.last_batch = examples
 
+    def _after_model(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        if self._pool.recorded is None:
+            self._pool.batch = None
+
+    def _look_at(self, args: Any, kwargs: Any) -> int | None:
+        """Return the examples of a batch; find batch dimensions if its kind is new."""
+        kind_of_device = self._like.device.type
+        if torch.is_autocast_enabled(kind_of_device):
+            self._dtypes.add(torch.get_autocast_dtype(kind_of_device))
+        return self._dims.look_at(args, kwargs)
+
+    # The same while the model is traced: these are part of the graph.
+
     def _before_compiled(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Do the same while the model is traced: this is part of the graph."""
+        if self._pool.recorded is not None:
+            return
         given = (*args, *kwargs.values())
         odd = [one for one in given if one is not None and not isinstance(one, _TRACED)]
         if not odd:
-            self._probe_traced(len(args), tuple(kwargs), *given)
+            self._look_traced(len(args), tuple(kwargs), *given)
         dim, pool = self._dims.model_dim, self._pool
         self._tensors.is_whole = True
         first = _first_tensor(given, dim)
         pool.batch = None if first is None else first.shape[dim]
 
     def _after_compiled(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        self._pool.batch, self._tensors.is_whole = None, False
-
-    def _probe_given(self, count: int, names: tuple[str, ...], *given: Any) -> None:
-        """Find batch dimensions of a model that is being traced, with its real inputs."""
-        kwargs = dict(zip(names, given[count:], strict=True))
-        self._look_at(given[:count], kwargs)
-
-    def _look_at(self, args: Any, kwargs: Any) -> int | None:
-        """Return the examples of a batch; find batch dimensions if its kind is new."""
-        examples = self._dims.look_at(args, kwargs, self._probe)
-        kind_of_device = self._like.device.type
-        if torch.is_autocast_enabled(kind_of_device):
-            self._dtypes.add(torch.get_autocast_dtype(kind_of_device))
-        return examples
-
-    def _after_model(self, module: nn.Module, args: Any, outputs: Any) -> None:
         if self._pool.recorded is None:
-            self._pool.batch = None
+            self._pool.batch, self._tensors.is_whole = None, False
 
-    def _probe(self, args: Any, kwargs: Any, examples: int) -> None:
-        """Find the batch dimension of every layer: run the model as it is and with one more."""
-        pool = self._pool
-        args, kwargs = detach_all((args, kwargs))
-        call = ModuleCall(self._model, args, kwargs, ForwardContext.save(self._model))
-        with torch.no_grad(), _eagerly(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the model is about to run, and will warn itself
-            pool.shares = False
-            calls: dict[str, list[Shapes]] = {}
-            try:
-                recorded, outputs = self._run(examples, call, args, kwargs)
-            except Exception as error:
-                if self._dims.sharded:  # parameters may have stayed gathered
-                    raise
-                # It needs gradients, say. Then sizes decide which dimensions hold examples.
-                log.debug("the model cannot be run without gradients: %s", error)
-                return
-            for name, shapes in recorded:
-                calls.setdefault(name, []).append(shapes)
-
-            def run(call: ModuleCall, args: Any, kwargs: Any) -> list[tuple[str, Shapes]]:
-                return self._run(examples + 1, call, args, kwargs)[0]
-
-            self._dims.probe(call, examples, calls, run)
-            self._set_dims(calls)
-            pool.shares = self._try_sharing(call, examples, outputs)
-
-    def _try_sharing(self, call: ModuleCall, examples: int, outputs: Any) -> bool:
-        """Say whether the model computes the same if examples get copies of what they share.
-
-        Also with one more example: what takes positions for examples fails then.
-        """
-        pool, given = self._pool, (call.args, call.kwargs)
-        try:
-            more = self._dims.one_more(call, examples, False)
-            _, larger = self._run(examples + 1, call, *more)
-            pool.shares = True
-            _, shared = self._run(examples, call, *given)
-            _, shared_larger = self._run(examples + 1, call, *more)
-        except Exception:  # whatever the model says to a tensor that is expanded
-            return False
-        finally:
-            pool.shares = False
-        return _alike(outputs, shared) and _alike(larger, shared_larger)
-
-    def _set_dims(self, calls: Mapping[str, list[Shapes]]) -> None:
-        for layer in self._pool.layers:
-            if isinstance(layer, ReplayedModule):
-                continue
-            for shapes in calls.get(layer.name, ()):
-                ndim = len(shapes[INPUT])
-                if self._dims.knows(layer.name, INPUT, ndim):
-                    layer.ndim, layer.dim = ndim, self._dims.dim_of(layer.name, INPUT, ndim)
-                    layer.uses_single = layer.is_single(shapes[INPUT])
-
-    def _run(
-        self, examples: int, call: ModuleCall, args: Any, kwargs: Any
-    ) -> tuple[list[tuple[str, Shapes]], Any]:
-        """Run the model again; return the shapes in it and in its layers, and its outputs."""
-        pool = self._pool
-        pool.recorded, pool.batch = [], examples
-        try:
-            outputs = repeat_forward(call, args, kwargs, hooks=self._dims.sharded)
-            # The model itself was not called as a module, so its own hooks have not run.
-            return [*pool.recorded, ("", call_shapes(args, kwargs, outputs))], outputs
-        finally:
-            pool.recorded, pool.batch = None, None
+    def _look_at_given(self, count: int, names: tuple[str, ...], *given: Any) -> None:
+        self._look_at(given[:count], dict(zip(names, given[count:], strict=True)))
 
     def _begin(self) -> None:
         """Note that a backward has brought something."""
@@ -288,7 +209,7 @@ class Capture:
 
     @property
     def seconds_in_backward(self) -> float:
-        """Seconds spent inside backwards on modules that are run again."""
+        """Seconds spent inside backwards on modules that are looped over."""
         return self._pool.seconds
 
     @property
@@ -426,7 +347,7 @@ class Capture:
     def _without_batch(self) -> dict[str, str]:
         """Return the parameters of layers whose input holds no examples, with the reason."""
         strangers = self._pool.strangers
-        if strangers and self._pool.last_batch is None and self._dims.given is None:
+        if strangers and self._pool.last_batch is None and self._pool.given_dim is None:
             raise ValueError(
                 f"the loop calls parts of the attached model ({', '.join(strangers)}), not the "
                 "model itself, so it is not known which dimension of their inputs holds the "
@@ -675,15 +596,6 @@ def row_scale(examples: int, reduction: str, loss_scale: float) -> float:
     return (examples if reduction == "mean" else 1) / loss_scale
 
 
-def _eagerly() -> AbstractContextManager[Any]:
-    """Return a context in which compiled parts of a model run as they are."""
-    # torch 2.7 has it, too. Where nothing was compiled, the compiler need not be loaded.
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    context: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return context
-
-
 def _first_tensor(tree: Any, dim: int) -> Tensor | None:
     """Return the first tensor in nested arguments that has a dimension; traced with the model."""
     if isinstance(tree, Tensor):
@@ -696,12 +608,3 @@ def _first_tensor(tree: Any, dim: int) -> Tensor | None:
             if found is not None:
                 return found
     return None
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Say whether two results of a model are the same."""
-    pairs = list(zip(tensor_leaves(one), tensor_leaves(other), strict=True))
-    return all(
-        a.shape == b.shape and torch.allclose(a.float(), b.float(), 1e-2, 1e-3, equal_nan=True)
-        for a, b in pairs
-    )

@@ -1,22 +1,16 @@
 """Which modules of a model have rows by a sink, and with which maps."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gradherd.flat import FlatSpec
 from gradherd.rows.batch_dims import BatchDims
-from gradherd.rows.parameter_owners import (
-    ParameterOwner,
-    parameter_owners,
-    plain_type,
-    refuse_compiled,
-    unwrap_model,
-)
-from gradherd.rows.replayed_modules import ReplayedModule
+from gradherd.rows.looped_modules import LoopedModule
 from gradherd.rows.sink import SinkPool, SketchedLayer, Tapped, tap_module
 from gradherd.rows.sink_layers import (
     ChannelNorm,
@@ -45,6 +39,91 @@ _CONVOLUTIONS: tuple[type[nn.Module], ...] = (
 _CHANNEL_NORMS = (nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _RMS_NORMS = ("RMSNorm", "T5LayerNorm")
 """How classes of transformers end that compute what nn.RMSNorm does; the first batches check it."""
+
+
+@dataclass(frozen=True)
+class ParameterOwner:
+    """A module that owns trainable parameters."""
+
+    name: str
+    module: nn.Module
+    parameters: dict[str, nn.Parameter]
+    """Trainable parameters by their local name."""
+
+
+def parameter_owners(model: nn.Module) -> Iterator[ParameterOwner]:
+    """Yield the modules whose calls determine the gradients of trainable parameters.
+
+    Recurrent and attention layers use the parameters of their children without calling them, and
+    so do modules with parametrizations. Parameter lists are used by the module that holds them.
+    """
+    seen: set[nn.Module] = set()
+    stack = [("", model)]
+    while stack:
+        name, module = stack.pop()
+        if module in seen:  # a module in two places has one set of hooks
+            continue
+        seen.add(module)
+        # Attention hands the weights of its out_proj to a function; hooks of out_proj never run.
+        owns_all = isinstance(module, nn.RNNBase | nn.MultiheadAttention)
+        owns_all = owns_all or hasattr(module, "parametrizations")
+        if owns_all:
+            named = dict(module.named_parameters())
+            children: list[tuple[str, nn.Module]] = []
+        else:
+            named, children = _own_parameters(module)
+        trainable = {local: p for local, p in named.items() if p.requires_grad}
+        if trainable:
+            yield ParameterOwner(name, module, trainable)
+        prefix = f"{name}." if name else ""
+        # Reversed, because a stack gives the last one first: owners come in the order of the model.
+        stack.extend((prefix + local, child) for local, child in reversed(children))
+
+
+def _own_parameters(
+    module: nn.Module,
+) -> tuple[dict[str, nn.Parameter], list[tuple[str, nn.Module]]]:
+    """Return the parameters that a module uses itself, and the children that it calls."""
+    named = dict(module.named_parameters(recurse=False))
+    children = []
+    for local, child in module.named_children():
+        # These containers have no forward, so no hook of theirs would ever run.
+        if isinstance(child, nn.ParameterList | nn.ParameterDict):
+            named.update(child.named_parameters(prefix=local))
+        else:
+            children.append((local, child))
+    # A weight that a child has as well is used there (the bias of BERT's decoder is registered
+    # twice). A loop over this module would count that use once more.
+    in_children = {p for _, child in children for p in child.parameters()}
+    return {local: p for local, p in named.items() if p not in in_children}, children
+
+
+def plain_type(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before it was tapped."""
+    kind: type[nn.Module] = getattr(type(module), "plain_type", type(module))
+    return kind
+
+
+def unwrap_model(model: nn.Module) -> nn.Module:
+    """Return the module inside DDP and torch.compile's wrapper."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Raise ValueError if a part of a model is compiled: it ignores hooks that are set later."""
+    for name, module in model.named_modules():
+        compiled = "_orig_mod" in module._modules
+        if compiled or getattr(module, "_compiled_call_impl", None) is not None:
+            raise ValueError(
+                f"module '{name}' is compiled, and hooks set after torch.compile are ignored: "
+                "attach to the model before compiling it, use rows='sketch', or order whole batches"
+            )
 
 
 @dataclass(frozen=True)
@@ -87,12 +166,12 @@ class ParameterUse:
             signs = one.signs[one.parts[self.local]] if self.local else one.signs
             # In place: a compiled model goes on as it is, with rows of zero.
             signs.zero_()
-        if isinstance(self.layer, ReplayedModule):
+        if isinstance(self.layer, LoopedModule):
             self.layer.left_out.add(self.local)
 
 
 class LayerPlan:
-    """Taps all layers of a model, and hooks into the modules that are run again."""
+    """Taps all layers of a model, and hooks into the modules that are looped over."""
 
     def __init__(
         self, model: nn.Module, spec: FlatSpec, maps: MapSettings, pool: SinkPool, dims: BatchDims
@@ -137,6 +216,7 @@ class LayerPlan:
 
     def _add(self, owner: ParameterOwner) -> None:
         module, own = owner.module, owner.parameters
+        # Exact rows leave gradients equal to the bit, so torch's own attention is looped over.
         if not self.maps.is_exact and is_plain_attention(owner, self.shared):
             self._add_attention(owner)
             return
@@ -149,10 +229,10 @@ class LayerPlan:
         elif has_layers(owner) and not self.maps.is_exact:
             self._add_direct(owner)
         elif self.dims.sharded:
-            why = "its module has no rule, and a sharded one cannot be run again"
+            why = "its module has no rule, and a sharded one cannot be looped over"
             self.left_out |= {self.name(parameter): why for parameter in own.values()}
         else:
-            self._add_replayed(owner)
+            self._add_looped(owner)
 
     def _fill(
         self, layer: SketchedLayer, parameters: Mapping[str, nn.Parameter], prefix: str = ""
@@ -210,9 +290,9 @@ class LayerPlan:
     def _note(self, parameter: nn.Parameter, use: ParameterUse) -> None:
         self.uses.setdefault(self.index[parameter], []).append(use)
 
-    def _add_replayed(self, owner: ParameterOwner) -> None:
+    def _add_looped(self, owner: ParameterOwner) -> None:
         refuse_compiled(self.model)
-        layer = ReplayedModule(owner, self.pool, self.dims)
+        layer = LoopedModule(owner.name, owner.module, owner.parameters, self.pool, self.dims)
         self.untap.append(layer.remove)
         sizes = {local: parameter.numel() for local, parameter in owner.parameters.items()}
         # Whole: modules may share parameters, whose rows have to be added before they are sketched.
@@ -232,7 +312,7 @@ class LayerPlan:
 
     def _add_direct(self, owner: ParameterOwner) -> None:
         """Expand what can be expanded of the parameters that a module with layers uses itself."""
-        # Running such a module again would run all that is in it, maybe the whole model.
+        # A loop over such a module would run the backward of all in it, maybe of the whole model.
         layers: dict[str, DirectLayer] = {}
         for local, parameter in owner.parameters.items():
             # FSDP swaps the parameter for a shard, whose shape is another one.
@@ -299,24 +379,24 @@ def _is_of_fsdp(hook: object) -> bool:
 
 
 def describe(model: nn.Module) -> str:
-    """Say in one line which modules have rules and which are run again for exact rows.
+    """Say in one line which modules have rules and which are looped over for exact rows.
 
     >>> describe(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)))
-    'rows: 1 module by rule (Linear); 1 replayed, slower: 1 (LSTM)'
+    'rows: 1 module by rule (Linear); 1 looped over, slower: 1 (LSTM)'
     """
     owners = list(parameter_owners(unwrap_model(model)))
     shared, pool = _used_twice(owners), SinkPool(torch.empty(0), None)
-    replayed = [owner for owner in owners if layer_for(owner, pool, shared) is None]
-    kinds = sorted({type(owner.module).__name__ for owner in owners if owner not in replayed})
-    count = len(owners) - len(replayed)
+    looped = [owner for owner in owners if layer_for(owner, pool, shared) is None]
+    kinds = sorted({type(owner.module).__name__ for owner in owners if owner not in looped})
+    count = len(owners) - len(looped)
     line = f"rows: {count} module{'s' * (count != 1)} by rule"
     line += f" ({', '.join(kinds)})" if kinds else ""
-    if replayed:
+    if looped:
         names = ", ".join(
             f"{owner.name or 'the model itself'} ({type(owner.module).__name__})"
-            for owner in replayed
+            for owner in looped
         )
-        line += f"; {len(replayed)} replayed, slower: {names}"
+        line += f"; {len(looped)} looped over, slower: {names}"
     return line
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.flat import FlatSpec
-from gradherd.rows.parameter_owners import register_first, remove_hook
+from gradherd.rows.module_hooks import register_first, remove_hook
 
 log = logging.getLogger("gradherd")
 

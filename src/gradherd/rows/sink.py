@@ -14,8 +14,7 @@ Shapes: B examples of a full batch, N elements of a sink.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -25,11 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradherd.rows.batch_dims import INPUT, Shapes
 from gradherd.rows.held_layers import HeldMemory, HeldUse, WaitingRows
 from gradherd.rows.sketch import has_kernels
 from gradherd.rows.torch_names import current_backward
 
+INPUT = -1
+"""Stands for a module's input where outputs are numbered from 0."""
+Shapes = dict[int, torch.Size]
+"""Shapes of a module's input and outputs in one call."""
 TAP = "_gradherd_tap"
 """Attribute of a tapped module that holds its layer."""
 
@@ -92,6 +94,8 @@ class Tap(torch.autograd.Function):
             if vector is not None:
                 vector = layer.padded(layer.vector.finish(vector))
             return (passed, None, matrix, vector, *nothing)
+        if layer.pool.is_looping:
+            return (passed, None, None, None, *nothing)
         # Rows of all layers wait: added up by autograd, they would be copied. Autograd only tells
         # when all layers have run.
         if torch.is_grad_enabled():  # create_graph=True
@@ -137,7 +141,7 @@ class SinkPool:
         """
         self.like, self.is_exact = like, is_exact
         self.seconds = 0.0
-        """Spent in backwards on modules that are run again."""
+        """Spent in backwards on modules that are looped over."""
         self.examples = examples or 0
         self.batch: Any = None
         """Examples of the forward that runs; None outside of forwards."""
@@ -145,6 +149,8 @@ class SinkPool:
         """Examples of the last forward."""
         self.is_open = True
         """Whether layers hand out rows at all."""
+        self.is_looping = False
+        """Whether the gradient that runs is one of many of a `LoopedModule`, and has no rows."""
         self.is_apart = False
         """Whether every layer has sinks of its own on this batch."""
         self.compiles_apart = False
@@ -174,17 +180,6 @@ class SinkPool:
         """Whether layers may wait for kernels that serve several of them."""
         self._memory = HeldMemory()
         self._waiting: dict[tuple[int, int], WaitingRows] = {}  # by the backward and the sink
-
-    @contextmanager
-    def closed(self) -> Iterator[None]:
-        """Tap nothing inside: modules run again to compute rows."""
-        before, self.is_open = self.is_open, False
-        try:
-            # Half precision is for the model; rows keep theirs, also in a backward under autocast.
-            with torch.no_grad(), torch.autocast(self.like.device.type, enabled=False):
-                yield
-        finally:
-            self.is_open = before
 
     def see(self, examples: int, output: Tensor) -> None:
         """Note what a layer has seen."""

@@ -151,10 +151,6 @@ def linear_columns(
         part: The outputs that `left` is about, if not all.
     """
     first, second = (right, left) if transposed else (left, right)
-    if isinstance(matrix, WholeMap) and part is not None:
-        width = math.prod(matrix.shape[1:])
-        around = (part[0] * width, (matrix.shape[0] - part[1]) * width)
-        return F.pad(matrix.columns_of(first, second), around)
     # No union of types, nor `all`: torch before 2.10 cannot trace them.
     if isinstance(matrix, (OuterMap, WholeMap)):
         return matrix.columns_of(first, second)
@@ -624,9 +620,12 @@ class TappedAttention(Tapped):
             mixed = weights @ v
         else:
             mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
-        mixed = as_autocast(mixed.permute(order if tokens else (2, 0, 1, 3)).flatten(2))
+        # As torch lays it out, tokens first: dropout behind it draws in the order of memory.
+        mixed = as_autocast(mixed.permute(2, 0, 1, 3).flatten(2))
         out = module.out_proj
         output = F.linear(mixed, out.weight, out.bias)
+        if tokens:
+            mixed, output = mixed.transpose(0, 1), output.transpose(0, 1)
         output = layers["out_proj"].tap(out, mixed, output)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)

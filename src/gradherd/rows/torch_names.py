@@ -14,9 +14,8 @@ PRIVATE_NAMES = {
     "torch.nn.Module._compiled_call_impl": "tells whether a module was compiled in place",
     "torch.nn.Module._modules": "finds wrappers of torch.compile inside a model",
     "torch.nn.Module._parameters": "reads a parameter behind a property of the same name",
-    "torch.nn.Module._buffers": "lets a forward that is repeated work on copies of the buffers",
-    "torch.nn.Module._forward_pre_hooks": "runs hooks that prepare a module that is run again",
-    "torch.nn.Module._forward_pre_hooks_with_kwargs": "the same",
+    "torch.nn.Module._buffers": "lets a model that is tried out work on copies of its buffers",
+    "torch.nn.Module._forward_pre_hooks": "tells whether a hook may compute a layer's weight",
     "torch._dynamo.OptimizedModule._orig_mod": "the module inside torch.compile's wrapper",
     "torch._dynamo.decorators.assume_constant_result": "what `mark_constant` does, without loading "
     "the compiler",
