@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradherd.lab.report.measures import (
+from gradherd.lab.report.claims import (
     EPOCH_FIELDS,
     MEASURES,
     in_percent,

@@ -12,8 +12,8 @@ from gradherd.lab.report.claims import (
     WEAKER,
     ClaimVerdict,
     mean_text,
+    measure,
 )
-from gradherd.lab.report.measures import measure
 from gradherd.lab.report.stats import mean_std
 from gradherd.lab.study.file import THEMES, Claim, Study
 from gradherd.lab.study.results import RunResult
@@ -221,12 +221,12 @@ def _missing(claim: Claim, section: StudySection) -> str:
 
 def short_cell(verdict: ClaimVerdict, limit: bool = True) -> str:
     """Return the figure that a verdict rests on, by default with the number it is held against."""
-    claim, measured = verdict.claim, verdict.basis.measured
+    claim, measured = verdict.claim, verdict.measured
     change = change_text(changes_in(verdict), in_points=measured.in_percent)
     if change and claim.test not in ("at-most", "at-least"):
         words = change.replace("95 % interval ", "").replace(" % to ", " to ")
     else:
-        words = mean_text(claim, measured.arm, list(verdict.basis.effects))
+        words = mean_text(claim, measured.arm, list(verdict.effects))
         held_against = threshold(claim, measured.in_percent).removeprefix("must be ")
         # Not in brackets: those hold intervals.
         words += f", must be {held_against}" if held_against and limit else ""
@@ -235,7 +235,7 @@ def short_cell(verdict: ClaimVerdict, limit: bool = True) -> str:
 
 def lost(verdict: ClaimVerdict) -> str:
     """Return the corrected p value, if a confirmation fails by the correction alone."""
-    test, paper = verdict.basis.test, verdict.basis.paper
+    test, paper = verdict.test, verdict.paper
     if verdict.verdict not in (WEAKER, NOT_CONFIRMED) or test is None or not test.excludes_zero:
         return ""
     if verdict.corrected_p is None or test.mean <= 0:

@@ -22,8 +22,7 @@ from pathlib import Path
 import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 
-from gradherd.lab.report.claims import CONFIRMED, WEAKER, ClaimVerdict, judge_study
-from gradherd.lab.report.measures import check_measures
+from gradherd.lab.report.claims import CONFIRMED, WEAKER, ClaimVerdict, check_measures, judge_study
 from gradherd.lab.study.file import Study, read_study
 from gradherd.lab.text import fixed
 from studies.evidence.charts import (
@@ -131,7 +130,7 @@ class _Summary:
             ends = None if interval is None else (100 * interval[0], 100 * interval[1])
             # As many digits as in the table.
             text = fixed(mean, 1 if abs(mean) < 9.95 else 0, sign=True)
-            text += " pts" if verdict.basis.measured.in_percent else " %"
+            text += " pts" if verdict.measured.in_percent else " %"
             # The colours of verdicts: green, ochre, grey.
             style = {CONFIRMED: 3, WEAKER: 5}.get(verdict.verdict, 0)
             rows.append(EffectRow(name=name, mean=mean, interval=ends, text=text, style=style))

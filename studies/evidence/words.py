@@ -4,8 +4,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from gradherd.lab.report.claims import ClaimVerdict, against_zero, mean_text
-from gradherd.lab.report.measures import EPOCH_FIELDS, Measurement, measure
+from gradherd.lab.report.claims import (
+    EPOCH_FIELDS,
+    ClaimVerdict,
+    Measurement,
+    against_zero,
+    mean_text,
+    measure,
+)
 from gradherd.lab.study.file import Claim
 from gradherd.lab.study.results import RunResult
 from gradherd.lab.text import counted, fixed, in_bytes, p_value, percent, significant
@@ -56,8 +62,8 @@ def measure_words(name: str, metric: str = "metric", when: str = "") -> str:
 
 def our_figures(verdict: ClaimVerdict, results: Mapping[str, Sequence[RunResult]]) -> str:
     """Return our figures on a claim in words, over the seeds that both arms have."""
-    claim, one, corrected = verdict.claim, verdict.basis, verdict.corrected_p
-    measured, seeds = one.measured, list(one.effects)
+    claim, measured, corrected = verdict.claim, verdict.measured, verdict.corrected_p
+    seeds, test = list(verdict.effects), verdict.test
     metric, when = "", ""
     if "summary" not in (first := results[claim.arm][0]).figures:  # a training
         metric = first.record().metric_name
@@ -72,8 +78,8 @@ def our_figures(verdict: ClaimVerdict, results: Mapping[str, Sequence[RunResult]
         when, other = reading
         change = change_text(changes_of(other, seeds), in_points=other.in_percent)
         parts.append(f"{when} {change}" if change else "")
-    if one.test is not None and corrected is not None:
-        told = p_value(one.test.p)
+    if test is not None and corrected is not None:
+        told = p_value(test.p)
         if p_value(corrected) != told:
             told += f", corrected for {counted(verdict.tests, 'claim')} {p_value(corrected)}"
         parts.append(told)
@@ -102,7 +108,7 @@ def _other_reading(
 
 def changes_in(verdict: ClaimVerdict) -> list[float]:
     """Return by how much the arm differs from the reference in each seed; empty if unknown."""
-    return changes_of(verdict.basis.measured, list(verdict.basis.effects))
+    return changes_of(verdict.measured, list(verdict.effects))
 
 
 def changes_of(measured: Measurement, seeds: Sequence[int]) -> list[float]:

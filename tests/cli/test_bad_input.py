@@ -241,7 +241,7 @@ bench coordination --repeats 0 | --repeats must be at least 1, got 0
 bench dance | unknown command 'bench dance'
 bench signs --dim inf | --dim: 'inf' is not a positive whole number
 bench signs --device meta | --device must be cpu or cuda, got 'meta'
-bench rows --params 1e4,1e5 | --params must be one number
+bench rows --params 1e4,1e5 | --params: '1e4,1e5' is not a positive whole number
 advise --params 1M --backward | --backward: expected one argument
 advise --params 1M --backward 1 --bandwidth 0 | '0' must be above 0
 advise --model resnet50 --overhead order=-1 | : --overhead: order: '-1' must be above 0

@@ -21,6 +21,7 @@ from gradherd.cli.parser import (
     FolderOption,
     UsageError,
     one_of,
+    separated,
     share,
     usage_errors,
     whole,
@@ -186,34 +187,32 @@ def check_data(task: Task, data_dir: Path | None, configs: Sequence[RunConfig] =
             raise CommandFailed(str(error)) from None
 
 
-def exchanges(text: str) -> tuple[Exchange, ...]:
-    """Read sparsifiers, each with a density and local steps of its own if given.
+def _exchange(word: str) -> Exchange:
+    """Read a sparsifier, with a density and local steps of its own if given.
 
     local-4 is dense@4: all coordinates in one bit after every fourth step.
 
-    >>> exchanges("dense,exdyna,exdyna:0.02@30")[2]
+    >>> _exchange("exdyna:0.02@30")
     Exchange(sparsify='exdyna', density=0.02, local_steps=30)
     """
-    found = []
-    for word in filter(None, map(str.strip, text.split(","))):
-        # As `gradherd advise` calls it.
-        recipe = re.fullmatch(r"local-(\w+)", word)
-        rest, at, steps = (f"dense@{recipe[1]}" if recipe else word).partition("@")
-        name, colon, part = rest.partition(":")
-        one_of(exchange_names())(name)
-        try:
-            density, local_steps = share(part) if colon else None, whole(1)(steps) if at else None
-            if density is not None and name == "dense":
-                raise ValueError("has a density, and dense sends all")
-        except ValueError as error:
-            raise ValueError(
-                f"{word!r} {error}; write NAME, NAME:DENSITY, NAME:DENSITY@STEPS or local-STEPS"
-            ) from None
-        found.append(Exchange(name, density, local_steps))
-    if not found:
-        raise ValueError(f"must name at least one of {', '.join(exchange_names())}")
-    # Given twice it would train twice, into the same folder.
-    return tuple(dict.fromkeys(found))
+    # As `gradherd advise` calls it.
+    recipe = re.fullmatch(r"local-(\w+)", word)
+    rest, at, steps = (f"dense@{recipe[1]}" if recipe else word).partition("@")
+    name, colon, part = rest.partition(":")
+    one_of(exchange_names())(name)
+    try:
+        density, local_steps = share(part) if colon else None, whole(1)(steps) if at else None
+        if density is not None and name == "dense":
+            raise ValueError("has a density, and dense sends all")
+    except ValueError as error:
+        raise ValueError(
+            f"{word!r} {error}; write NAME, NAME:DENSITY, NAME:DENSITY@STEPS or local-STEPS"
+        ) from None
+    return Exchange(name, density, local_steps)
+
+
+exchanges = separated(_exchange, f"of {', '.join(exchange_names())}")
+"""Reads sparsifiers that are separated by commas."""
 
 
 def density_for(sparsifiers: Sequence[str], density: float | None) -> float | None:

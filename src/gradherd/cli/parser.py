@@ -133,56 +133,39 @@ def one_of(known: Iterable[str]) -> Callable[[str], str]:
     return read
 
 
-def some_of(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
-    """Return a reader of names that are separated by commas; one given twice counts once.
+def separated(read: Callable[[str], T], what: str) -> Callable[[str], tuple[T, ...]]:
+    """Return a reader of values that are separated by commas; one given twice counts once.
 
-    >>> some_of(["d-rr", "cd-grab"])("d-rr, cd-grab,d-rr")
-    ('d-rr', 'cd-grab')
-    """
-
-    def read(text: str) -> tuple[str, ...]:
-        names = list(filter(None, map(str.strip, text.split(","))))
-        if not names:
-            raise ValueError(f"must name at least one of {', '.join(known)}")
-        # A name given twice would train twice, into the same folder.
-        return tuple(dict.fromkeys(map(one_of(known), names)))
-
-    return read
-
-
-def counts(text: str) -> tuple[int, ...]:
-    """Read positive whole numbers that are separated by commas.
-
-    >>> counts("4, 1e6")
+    >>> separated(one_count, "number")("4, 1e6,4")
     (4, 1000000)
     """
-    found = []
-    for word in filter(None, map(str.strip, text.split(","))):
-        try:
-            value = float(word)
-        except ValueError:
-            value = 0
-        # 1e400 parses as infinity, which int() refuses with an OverflowError.
-        if not math.isfinite(value) or value < 1 or value != int(value):
-            raise ValueError(f"{word!r} is not a positive whole number")
-        if value > 2**53:  # larger floats are not exact
-            raise ValueError(f"{word!r} is too large")
-        found.append(int(value))
-    if not found:
-        raise ValueError(f"must name at least one number, got {text!r}")
-    return tuple(found)
+
+    def read_all(text: str) -> tuple[T, ...]:
+        words = list(filter(None, map(str.strip, text.split(","))))
+        if not words:
+            raise ValueError(f"must name at least one {what}, got {text!r}")
+        # What is given twice would be run twice, into the same folder.
+        return tuple(dict.fromkeys(map(read, words)))
+
+    return read_all
 
 
 def one_count(text: str) -> int:
     """Read a positive whole number, which may be written 2e6."""
-    first, *more = counts(text)
-    if more:
-        raise ValueError(f"must be one number, got {text!r}")
-    return first
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0
+    # 1e400 parses as infinity, which int() refuses with an OverflowError.
+    if not math.isfinite(value) or value < 1 or value != int(value):
+        raise ValueError(f"{text!r} is not a positive whole number")
+    if value > 2**53:  # larger floats are not exact
+        raise ValueError(f"{text!r} is too large")
+    return int(value)
 
 
 Count = Annotated[int, Arg(parse=whole(1))]
-Counts = Annotated[tuple[int, ...], Arg(metavar="N,N", parse=counts)]
+Counts = Annotated[tuple[int, ...], Arg(metavar="N,N", parse=separated(one_count, "number"))]
 Density = Annotated[float, Arg(parse=share)]
 FolderOption = Annotated[Path | None, Arg(metavar="DIR")]
 FileArgument = Annotated[Path, Arg(metavar="FILE", positional=True)]
@@ -342,8 +325,8 @@ def _options(owner: type, group: str = "") -> Iterator[_Option]:
             kind = next(one for one in typing.get_args(kind) if one is not type(None))
         many, several = arg.many, typing.get_origin(kind) is tuple
         if arg.known and arg.parse is None:
-            reader = some_of(arg.known) if several else one_of(arg.known)
-            arg = dataclasses.replace(arg, parse=reader)
+            one, what = one_of(arg.known), f"of {', '.join(arg.known)}"
+            arg = dataclasses.replace(arg, parse=separated(one, what) if several else one)
         if several and arg.parse is None:
             kind, many = typing.get_args(kind)[0], True
         yield _Option(name, kind, many, field.default, arg, texts.get(name, ""), owner, group)

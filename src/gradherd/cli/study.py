@@ -81,7 +81,7 @@ class StudyCommand:
             usable_device(self.device)
         # All before any run, so that a missing package is reported at once.
         from gradherd.lab.report import claims as _  # noqa: F401
-        from gradherd.lab.report.measures import check_measures
+        from gradherd.lab.report.claims import check_measures
         from gradherd.lab.study.file import read_study
         from gradherd.lab.study.kinds import kind_of
         from gradherd.lab.study.results import read_arms

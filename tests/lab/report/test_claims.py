@@ -2,8 +2,13 @@ from dataclasses import replace
 
 import pytest
 
-from gradherd.lab.report.claims import judge_claims, paper_effect
-from gradherd.lab.report.measures import epochs_share, epochs_to_final, measure_runs
+from gradherd.lab.report.claims import (
+    epochs_share,
+    epochs_to_final,
+    judge_claims,
+    measure_runs,
+    paper_effect,
+)
 from gradherd.lab.study.file import Claim
 from studies.evidence.pages import lost
 from studies.evidence.words import our_figures

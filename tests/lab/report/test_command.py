@@ -69,7 +69,7 @@ def test_json_is_that_of_compare(capsys, tmp_path):
         (["{tmp}/runs", "--out", "{tmp}"], "is a folder; name a file in it"),
         (["{tmp}/runs", "--out", "{tmp}/no/x.html"], "there is no folder"),
         (["{tmp}/runs", "--out", "/dev/null"], "/dev/null is not a regular file"),
-        (["{tmp}/runs", "{tmp}/twice"], "are of the same task, arm and seed (0)"),
+        (["{tmp}/runs", "{tmp}/twice"], "same task, arm and seed (digits, d-rr + dense, seed 0)"),
         (["{tmp}/damaged"], "damaged/record.json: no JSON after line 1"),
         (["{tmp}/foreign"], "foreign/record.json: not a record of a run"),
     ],

@@ -97,39 +97,40 @@ def find_records(folders: Sequence[Path]) -> list[tuple[Path, RunRecord]]:
         for path in matches:  # Folders may overlap; a run counts once.
             paths.setdefault(Path(os.path.realpath(path)), path)
     records = [(path, read_record(path)) for path in paths.values()]
-    _check_unique(records)
+    check_unique([record for _, record in records], [printable(path) for path, _ in records])
     # The arm of the first run becomes the baseline: the names of folders must not decide that.
     return sorted(records, key=lambda one: one[1].started)
 
 
-def _check_unique(records: Sequence[tuple[Path, RunRecord]]) -> None:
-    first_paths: dict[tuple[object, ...], Path] = {}
-    for path, record in records:
-        # Compared by identity: the same path is stored on the first visit.
-        first = first_paths.setdefault((record.task, *arm_key(record), record.seed), path)
-        if first is not path:
-            raise ValueError(
-                f"{printable(first)} and {printable(path)} are of the same task, arm and seed "
-                f"({record.seed}): a seed counts once; give folders that hold one of them"
-            )
-
-
 def _record_paths(folder: Path) -> list[Path]:
-    """Return the records at any depth, without following links to folders.
-
-    Iterative, because a tree may be deeper than Python's stack.
-    """
-    paths, pending = [], [folder]
-    while pending:
+    """Return the records at any depth, without following links to folders."""
+    paths, pending = [], [str(folder)]
+    while pending:  # not recursive, as `os.walk` is: a tree may be deeper than Python's stack
         try:
-            with os.scandir(pending.pop()) as scan:
-                entries = list(scan)
+            entries = list(os.scandir(pending.pop()))
         except OSError:  # Not readable, or its path is too long by now.
             continue
         paths += [Path(entry.path) for entry in entries if entry.name == RECORD_FILE]
         # A link to a folder above would never come to an end.
-        pending += [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+        pending += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
     return sorted(paths)
+
+
+def check_unique(records: Sequence[RunRecord], names: Sequence[str] | None = None) -> None:
+    """Raise ValueError if two records are of the same task, arm and seed; `names` tells which."""
+    first: dict[tuple[object, ...], int] = {}
+    for at, record in enumerate(records):
+        other = first.setdefault((record.task, *arm_key(record), record.seed), at)
+        # A seed that counted twice would make the interval narrower than the runs allow.
+        if other != at:
+            both = "two records" if names is None else f"{names[other]} and {names[at]}"
+            order, sparsify, density = arm_key(record)
+            arm = f"{printable(order)} + {printable(sparsify)}"
+            arm += "" if density is None else f" {density:g}"
+            raise ValueError(
+                f"{both} are of the same task, arm and seed ({printable(record.task)}, {arm}, seed "
+                f"{record.seed}): a seed counts once; keep one of them"
+            )
 
 
 def arm_key(record: RunRecord) -> ArmKey:

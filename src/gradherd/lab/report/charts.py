@@ -1,6 +1,6 @@
 """The charts of a comparison: drawings that a page can switch between and hide arms in."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,65 +47,69 @@ class PageChart:
 def charts_of(comparison: Comparison) -> list[PageChart]:
     """Return the charts of a comparison that have data, in page order."""
     # Only charts that have data: an empty frame would look like a failure.
-    draw = (_loss, _metric, _herding, _density, _time)
-    return [one for make in draw if (one := make(comparison)) is not None]
+    found = [*_curves(comparison), _density(comparison), _time(comparison)]
+    return [chart for chart in found if chart is not None]
 
 
 def _styles(comparison: Comparison) -> list[int]:
     return line_styles([arm.label for arm in comparison.arms])
 
 
-def _loss(comparison: Comparison) -> PageChart | None:
-    arms, base = comparison.arms, comparison.baseline
-    means = [p.mean for arm in arms for p in arm.loss_by_epoch if p.mean is not None]
-    if not means:
-        return None
-    levels = []
-    # The goal that "epochs to baseline's final loss" in the table refers to.
-    if base.final_loss.mean is not None:
-        text = f"{'final' if base.finished else 'last'} loss of {printable(base.label, 20)}"
-        levels = [(base.final_loss.mean, text)]
-    ends = [(arm.label, arm.final_loss.mean) for arm in arms if arm.final_loss.mean]
-    finals = [f"{label} ends at {significant(mean)}" for label, mean in ends]
-    # Over a factor of ten, the later epochs look flat on a linear axis.
-    log = min(means) > 0 and max(means) > 10 * min(means)
-    points = [arm.loss_by_epoch for arm in arms]
-    return PageChart(
-        kind="loss",
-        title="Train loss",
-        note=_seeds_note(arms, "over the full training set, after each epoch"),
-        alt=f"Train loss by epoch: {listed(finals)}." if finals else "Train loss by epoch.",
-        drawings=_curves(comparison, points, "train_loss", "train loss", log=log, levels=levels),
-    )
-
-
-def _metric(comparison: Comparison) -> PageChart | None:
-    arms, name = comparison.arms, comparison.metric_name
-    if not any(point.mean is not None for arm in arms for point in arm.metric_by_epoch):
-        return None
+def _curves(comparison: Comparison) -> Iterator[PageChart]:
+    """Yield what is measured after each epoch: loss, metric and herding bound."""
+    arms, base, name = comparison.arms, comparison.baseline, comparison.metric_name
     better = "higher" if comparison.higher_is_better else "lower"
-    return PageChart(
-        kind="metric",
-        title=name,
-        note=_seeds_note(arms, f"{better} is better"),
-        alt=f"{name} by epoch, {better} is better.",
-        drawings=_curves(comparison, [arm.metric_by_epoch for arm in arms], "metric", name),
+    ends = [(arm.label, arm.final_loss.mean) for arm in arms if arm.final_loss.mean]
+    finals = (
+        listed([f"{label} ends at {significant(mean)}" for label, mean in ends]) if ends else ""
     )
-
-
-def _herding(comparison: Comparison) -> PageChart | None:
-    # Runs whose gradients of an epoch are too many to be stored have no bound.
-    bounds = [mean_by_epoch(arm.used, arm.epochs, "herding_bound") for arm in comparison.arms]
-    if not any(point.mean is not None for points in bounds for point in points):
-        return None
-    drawings = _curves(comparison, bounds, "herding_bound", "herding bound")
-    return PageChart(
-        kind="herding",
-        title="Herding bound",
-        note="Largest deviation of prefix sums of gradients in each epoch; lower is better.",
-        alt="Herding bound by epoch, lower is better.",
-        drawings={"only": drawings["epochs"]},
-    )
+    over_set = _seeds_note(arms, "over the full training set, after each epoch")
+    prefixes = "Largest deviation of prefix sums of gradients in each epoch; lower is better."
+    for kind, column, title, note, more in (
+        ("loss", "train_loss", "Train loss", over_set, f": {finals}" if finals else ""),
+        (
+            "metric",
+            "metric",
+            name,
+            _seeds_note(arms, f"{better} is better"),
+            f", {better} is better",
+        ),
+        # Runs whose gradients of an epoch are too many to be stored have no bound.
+        ("herding", "herding_bound", "Herding bound", prefixes, ", lower is better"),
+    ):
+        points = [mean_by_epoch(arm.used, arm.epochs, column) for arm in arms]
+        means = [point.mean for some in points for point in some if point.mean is not None]
+        if not means:
+            continue
+        levels = []
+        # The goal that "epochs to baseline's final loss" in the table refers to.
+        if kind == "loss" and base.final_loss.mean is not None:
+            text = f"{'final' if base.finished else 'last'} loss of {printable(base.label, 20)}"
+            levels = [(base.final_loss.mean, text)]
+        drawings = {
+            axis: page_chart(
+                label,
+                name if kind == "metric" else title.lower(),
+                [
+                    _curve(n, arm, some, style, column, axis)
+                    for n, (arm, some, style) in enumerate(
+                        zip(arms, points, _styles(comparison), strict=True)
+                    )
+                ],
+                # Over a factor of ten, the later epochs look flat on a linear axis.
+                log=kind == "loss" and min(means) > 0 and max(means) > 10 * min(means),
+                levels=levels,
+                x_text=x_text,
+            )
+            for axis, (label, x_text) in X_AXES.items()
+        }
+        yield PageChart(
+            kind=kind,
+            title=title,
+            note=note,
+            alt=f"{title} by epoch{more}.",
+            drawings={"only": drawings["epochs"]} if kind == "herding" else drawings,
+        )
 
 
 def _density(comparison: Comparison) -> PageChart | None:
@@ -170,34 +174,6 @@ def _seeds_note(arms: Sequence[ArmSummary], what: str) -> str:
         return f"One seed; {what}."
     seeds = counted(counts.pop(), "seed") if len(counts) == 1 else "seeds"
     return f"Mean over {seeds}, band ± one standard deviation; {what}."
-
-
-def _curves(
-    comparison: Comparison,
-    points: Sequence[Sequence[MeanStd]],
-    field: str,
-    words: str,
-    *,
-    log: bool = False,
-    levels: Sequence[tuple[float, str]] = (),
-) -> dict[str, str]:
-    """Return curves of all arms over each x axis.
-
-    `points` are the mean and the deviation of a field of epochs' rows, for each arm, and `words`
-    the label of the y axis.
-    """
-    arms = list(zip(comparison.arms, points, _styles(comparison), strict=True))
-    return {
-        axis: page_chart(
-            label,
-            words,
-            [_curve(n, *arm, field, axis) for n, arm in enumerate(arms)],
-            log=log,
-            levels=levels,
-            x_text=x_text,
-        )
-        for axis, (label, x_text) in X_AXES.items()
-    }
 
 
 def _curve(

@@ -8,7 +8,13 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gradherd.lab.report.arms import ArmSummary, arm_key, late_epochs, summarize_arms, values_over
+from gradherd.lab.report.arms import (
+    ArmSummary,
+    check_unique,
+    late_epochs,
+    summarize_arms,
+    values_over,
+)
 from gradherd.lab.report.provenance import caveats
 from gradherd.lab.report.stats import PairedDifference, finite, paired_difference
 from gradherd.lab.text import printable
@@ -135,25 +141,15 @@ def compare_all(records: Sequence[RunRecord]) -> list[Comparison]:
 def _check_comparable(records: Sequence[RunRecord]) -> None:
     if not records:
         raise ValueError("there is no record to compare")
-    first, seen = records[0], set()
-    for record in records:
-        for field in ("task", "metric_name", "higher_is_better"):
-            expected, value = getattr(first, field), getattr(record, field)
-            if expected != value:
-                raise ValueError(
-                    f"records of one comparison must share their {field}, got "
-                    f"{printable(expected)!r} and {printable(value)!r}; compare them separately"
-                )
-        order, sparsify, density = arm_key(record)
-        # A seed that counted twice would make the interval narrower than the runs allow.
-        if (run := (order, sparsify, density, record.seed)) in seen:
-            suffix = "" if density is None else f" {density:g}"
+    for field in ("task", "metric_name", "higher_is_better"):
+        values = dict.fromkeys(getattr(record, field) for record in records)
+        if len(values) > 1:
+            expected, value, *_ = map(printable, values)
             raise ValueError(
-                f"two records of {printable(order)} + {printable(sparsify)}{suffix} on "
-                f"{printable(record.task)} with seed {record.seed}: a seed counts once; remove one "
-                "of them"
+                f"records of one comparison must share their {field}, got {expected!r} and "
+                f"{value!r}; compare them separately"
             )
-        seen.add(run)
+    check_unique(records)
 
 
 def _questions(arms: Sequence[ArmSummary]) -> tuple[Question, ...]:

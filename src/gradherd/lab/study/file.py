@@ -62,7 +62,7 @@ class Claim:
     paper_values: tuple[float, float] | None = None
     """The paper's figures for `arm` and `against`; None if the paper gives none."""
     measure: str
-    """What is measured of each run; see `lab.report.measures`."""
+    """What is measured of each run; see `lab.report.claims`."""
     test: str
     """How the arm must compare: less, greater, no-worse, at-most, at-least."""
     arm: str
