@@ -71,6 +71,25 @@ def test_what_cannot_be_resumed_is_refused(capsys):
     assert code == 2 and "'b' is not empty" in err
 
 
+def test_an_arm_that_is_named_in_two_ways_is_trained_once(capsys):
+    named = ["compare", "digits", *SMALL, "--seeds", 1, "--out", "a", "--density", 0.1, "--json"]
+    code, out, err = call(capsys, *named, "--sparsifiers", "dense,topk,topk:0.1")
+    assert code == 0, err
+    assert [arm["label"] for arm in json.loads(out)["arms"]] == ["dense", "topk 0.1"]
+    assert len(list(Path("a").rglob(RECORD_FILE))) == 2
+    code, _, err = call(capsys, *named, "--sparsifiers", "topk,topk:0.1")
+    assert code == 2 and "only one arm (d-rr, topk)" in err
+
+
+def test_rates_of_another_grid_are_not_kept_in_silence(capsys):
+    tuned = [*COMPARE, "--seeds", 1, "--out", "a", "--tune"]
+    assert call(capsys, *tuned, "lr=0.1,0.2")[0] == 0
+    assert call(capsys, *tuned, "lr=0.1,0.2", "--resume")[0] == 0
+    for grid in ("lr=0.5,0.7", "lr=0.1", "lr=0.1,0.2,0.4"):
+        code, _, err = call(capsys, *tuned, grid, "--resume")
+        assert code == 2 and "holds a tuning.json of other arms or rates" in err, err
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="folders are not locked there")
 def test_a_folder_has_one_writer_at_a_time(capsys):
     with folders.output_folder(Path("a"), "x") as out:

@@ -76,15 +76,9 @@ def train_runs(
     *,
     saving: CheckpointOptions | None = None,
 ) -> list[RunRecord]:
-    """Train all runs and return their records.
+    """Train all runs and return their records; `out` holds every epoch that was finished.
 
-    Whatever happens, the records in `out` hold every epoch that was finished.
-
-    Args:
-        configs: Settings of the runs.
-        out: Folder for records.
-        options: Where data are, and what to write and show beside records.
-        saving: How to save checkpoints; without it, SIGTERM acts like Ctrl-C.
+    Without `saving`, which says how to save checkpoints, SIGTERM acts like Ctrl-C.
     """
     previous, threads = signal.getsignal(signal.SIGTERM), torch.get_num_threads()
     # With checkpoints SIGTERM means save and stop, which `Checkpointer` handles.
@@ -102,7 +96,17 @@ def train_runs(
         if under_torchrun():
             with torchrun_group(configs[0].device):
                 return train_on_this_rank(*job)
-        return _on_ranks(configs[0].workers, job)
+        records: list[RunRecord] = run_ranks(
+            train_on_this_rank,
+            configs[0].workers,
+            *job,
+            timeout=_TRAINING_DEADLINE,
+            collective_timeout=_COLLECTIVE_TIMEOUT,
+            # Ranks save themselves, so they must hear of SIGTERM, and this process must outlive it
+            # to collect the records.
+            forward_signals=() if saving is None else (signal.SIGTERM,),
+        )[0]
+        return records
     except BaseException as error:
         # The record would otherwise say "running" for ever. If the disk is what failed, marking
         # fails as well; the first error says more.
@@ -112,6 +116,8 @@ def train_runs(
         # Sentences about a user's data or task: no defect to trace.
         if isinstance(error, DamagedData | BadTask):
             raise CommandFailed(str(error)) from None
+        if isinstance(error, RankError):
+            raise _failure(error) from None
         raise
     finally:
         # A caller that uses us as a library wants its own back.
@@ -120,25 +126,12 @@ def train_runs(
 
 
 def train_missing(
-    configs: Sequence[RunConfig],
-    out: Path,
-    options: TrainingOptions,
-    *,
-    resume: bool,
+    configs: Sequence[RunConfig], out: Path, options: TrainingOptions, *, resume: bool
 ) -> list[RunRecord]:
     """Train the runs of a comparison, except those that a resumed folder already holds.
 
     A run that was interrupted is trained again from its start: runs of a comparison are many and
-    short, and save no checkpoints.
-
-    Args:
-        configs: Settings of all runs.
-        out: Folder for records, one folder for each run.
-        options: Where data are, and what to write and show beside records.
-        resume: Whether finished runs in `out` count.
-
-    Returns:
-        The records of all runs, in the order of `configs`.
+    short, and save no checkpoints. Records are in the order of `configs`.
     """
     # All ranks of torchrun read before any of them trains: none writes before all have joined.
     known = [
@@ -155,23 +148,6 @@ def raise_interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _on_ranks(count: int, job: tuple[Any, ...]) -> list[RunRecord]:
-    try:
-        records: list[RunRecord] = run_ranks(
-            train_on_this_rank,
-            count,
-            *job,
-            timeout=_TRAINING_DEADLINE,
-            collective_timeout=_COLLECTIVE_TIMEOUT,
-            # Ranks save themselves, so they must hear of SIGTERM, and this process must outlive it
-            # to collect the records.
-            forward_signals=() if job[4] is None else (signal.SIGTERM,),
-        )[0]
-        return records
-    except RankError as error:
-        raise _failure(error) from None
-
-
 def train_on_this_rank(
     configs: list[RunConfig],
     out: Path,
@@ -185,11 +161,6 @@ def train_on_this_rank(
     world = World.detect() if dist.is_initialized() else World.single()
     with ProgressBar(quiet=quiet or world.rank > 0) as bar:
         return run_all(
-            configs,
-            world,
-            out=out,
-            data_dir=data_dir,
-            progress=bar,
-            tensorboard=tensorboard,
+            configs, world, out=out, data_dir=data_dir, progress=bar, tensorboard=tensorboard,
             saving=saving,
-        )
+        )  # fmt: skip

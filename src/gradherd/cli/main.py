@@ -39,6 +39,8 @@ COMMANDS = {
 # Everything else under torchrun would do the same work once per rank and print it as often.
 _ON_ALL_RANKS = ("train", "compare", "advise")
 """Commands that run on every rank under torchrun."""
+_MODULES = {"compare": "train"}
+"""Modules that are not called like the first word of the command."""
 _FOR_REPORTS = ("jinja2", "scipy")
 """Packages of the extra `report`."""
 
@@ -120,7 +122,7 @@ def _run(words: list[str]) -> None:
     if torchrun_rank() != 0 and name not in _ON_ALL_RANKS:
         return  # torchrun started several processes, but this command needs only one.
     # One --help imports one module.
-    module = importlib.import_module(f"gradherd.cli.{name.split()[0]}")
+    module = importlib.import_module(f"gradherd.cli.{_MODULES.get(name) or name.split()[0]}")
     command_class = getattr(module, f"{name.title().replace(' ', '')}Command")
     parsed: Command = parse(command_class, f"gradherd {name}", words[len(name.split()) :])
     try:
