@@ -16,12 +16,10 @@ from gradherd.lab.bench.bench_step import bench_step
 from gradherd.lab.ranks import run_ranks
 from gradherd.lab.study.file import Study
 from gradherd.lab.study.kinds import (
-    NUMBER,
     PlannedRun,
     RunContext,
     RunOutcome,
     StudyKind,
-    check_positive,
     check_settings,
     refuse_task,
 )
@@ -60,8 +58,8 @@ class CostStudy(StudyKind):
         "batch_size": int,
         "steps": int,
         "repeats": int,
-        "bandwidth": NUMBER,
-        "backward": NUMBER,
+        "bandwidth": float,
+        "backward": float,
     }
 
     def settings(self, study: Study, arm: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,8 +76,7 @@ class CostStudy(StudyKind):
         defaults = {"batch_size": 1 if case == "virtual" else 64, "repeats": 9, "steps": 200}
         defaults = {name: value for name, value in defaults.items() if name in used}
         keys = {name: self.keys[name] for name in used}
-        settings = check_settings(keys, defaults, {**shared, **arm})
-        check_positive(settings, *(name for name in used if self.keys[name] is int))
+        settings = check_settings(keys, {**shared, **arm}, defaults)
         if case == "virtual" and settings["steps"] < virtual.LEAST_STEPS:
             raise ValueError(
                 f"steps must be at least {virtual.LEAST_STEPS}, got {settings['steps']}"

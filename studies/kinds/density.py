@@ -17,12 +17,10 @@ from torch import Tensor
 
 from gradherd.lab.study.file import Study
 from gradherd.lab.study.kinds import (
-    NUMBER,
     PlannedRun,
     RunContext,
     RunOutcome,
     StudyKind,
-    check_positive,
     check_settings,
     task_path,
 )
@@ -43,13 +41,13 @@ class DensityStudy(StudyKind):
 
     keys: ClassVar[Mapping[str, Any]] = {
         "sparsify": str,
-        "density": NUMBER,
+        "density": float,
         "method": dict,
         "workers": int,
         "batch_size": int,
         "steps": int,
-        "lr": NUMBER,
-        "momentum": NUMBER,
+        "lr": float,
+        "momentum": float,
     }
 
     def settings(self, study: Study, arm: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,8 +62,7 @@ class DensityStudy(StudyKind):
             "lr": task.lr,
             "momentum": task.momentum,
         }
-        settings = check_settings(self.keys, defaults, {**study.settings, **arm})
-        check_positive(settings, "workers", "steps", "batch_size")
+        settings = check_settings(self.keys, {**study.settings, **arm}, defaults)
         settings["task"] = study.task
         # Built once to check it: an invalid method must fail before any run.
         _sparsify(settings)

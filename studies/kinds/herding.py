@@ -10,7 +10,6 @@ from gradherd.lab.study.kinds import (
     RunContext,
     RunOutcome,
     StudyKind,
-    check_positive,
     check_settings,
     refuse_task,
 )
@@ -35,9 +34,7 @@ class HerdingStudy(StudyKind):
     def settings(self, study: Study, arm: Mapping[str, Any]) -> dict[str, Any]:
         """Return the checked settings."""
         refuse_task(study)
-        settings = check_settings(self.keys, {}, {**study.settings, **arm})
-        # replay_order would fail on these as well, but after other arms have run.
-        check_positive(settings, "workers", "units", "dim", "rounds")
+        settings = check_settings(self.keys, {**study.settings, **arm}, {})
         # An unknown order fails here, before any run.
         make_policy(settings["order"])
         return settings

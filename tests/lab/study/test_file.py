@@ -137,8 +137,8 @@ UNFIT = [
     ('task = "digits"', "", "needs a task"),
     ('"cd-grab"]', '"cd-grab", "odd"]', "arm 'odd, two': unknown order 'odd'; known are d-rr"),
     ("epochs = 2", "epochs = 0", "epochs must be at least 1, got 0"),
-    ("epochs = 2", 'epochs = "2"', "epochs must be int, got '2'"),
-    ("epochs = 2", "epochs = true", "epochs must be int, got True"),
+    ("epochs = 2", 'epochs = "2"', "epochs must be an integer, got '2'"),
+    ("epochs = 2", "epochs = true", "epochs must be an integer, got True"),
     ("workers = 2", "wrkers = 2", "unknown setting 'wrkers'; known are workers, epochs"),
 ]
 

@@ -251,7 +251,7 @@ def check_table(
     filled: Sequence[str] = (),
     others: Sequence[str] = (),
 ) -> None:
-    """Check that a table has the fields of a dataclass.
+    """Raise ValueError unless a table has the fields of a dataclass.
 
     Args:
         cls: The dataclass.
@@ -259,14 +259,10 @@ def check_table(
         where: What the table is called in errors; "" for the whole file.
         filled: Fields that the table does not hold.
         others: Keys that the file may have besides, named in errors.
-
-    Raises:
-        ValueError: A key is unknown or missing, or a value has the wrong type.
     """
     known = {one.name: one for one in fields(cls) if one.name not in filled}
-    of = f" of {where}" if where else ""
-    for name in table:
-        check_known(f"key{of}", name, (*known, *others))
+    types = {name: one.type for name, one in known.items()} | dict.fromkeys(others)
+    check_types("key", types, table, where)
     missing = [
         name
         for name, one in known.items()
@@ -275,10 +271,17 @@ def check_table(
     if missing:
         lacks = f"{where} lacks {' and '.join(missing)}"
         raise ValueError(lacks if where else f"there is no {missing[0]}: a study needs one")
+
+
+def check_types(
+    what: str, types: Mapping[str, Any], table: Mapping[str, Any], where: str = ""
+) -> None:
+    """Raise ValueError if a key of a table is not among `types`, or its value is of another."""
+    of = f" of {where}" if where else ""
     for name, value in table.items():
-        if not has_type(value, known[name].type):
-            expected = type_words(known[name].type)
-            raise ValueError(f"{name}{of} must be {expected}, got {value!r}")
+        check_known(f"{what}{of}", name, types)
+        if not has_type(value, types[name]):
+            raise ValueError(f"{name}{of} must be {type_words(types[name])}, got {value!r}")
 
 
 def expand_arms(groups: Sequence[Mapping[str, Any]]) -> tuple[Arm, ...]:

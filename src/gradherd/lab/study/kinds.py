@@ -15,23 +15,19 @@ from typing import Any, ClassVar
 import torch
 
 from gradherd.comm.world import World
-from gradherd.lab.study.file import Study
+from gradherd.lab.study.file import Study, check_types
 from gradherd.lab.study.results import describe_run, to_columns
 from gradherd.lab.tasks.registry import class_in_file, find_task
 from gradherd.lab.tasks.task import load_split
 from gradherd.lab.text import check_known
 from gradherd.lab.train.config import RunConfig, run_settings
 from gradherd.lab.train.loop import Progress
-from gradherd.lab.train.record import has_type
 from gradherd.lab.train.runner import check_suitable, run_all
 from gradherd.lab.train.stacking import saved_per_example, stack_runs
 from gradherd.ordering.policy import Policy
 from gradherd.ordering.registry import POLICIES
 from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.selector import Selector
-
-NUMBER = (int, float)
-"""TOML reads 1 as an integer where 1.0 is meant."""
 
 
 def balances_gradients(order: str) -> bool:
@@ -94,7 +90,7 @@ class StudyKind(ABC):
     alone: ClassVar[bool] = False
     """Whether runs measure time, so that nothing else may run beside them."""
     keys: ClassVar[Mapping[str, Any]]
-    """Settings that the kind takes, with a type or a tuple of types each."""
+    """Settings that the kind takes, with the type of each."""
 
     @abstractmethod
     def settings(self, study: Study, arm: Mapping[str, Any]) -> dict[str, Any]:
@@ -117,7 +113,7 @@ class CompareStudy(StudyKind):
 
     # What is left out belongs to one run or one machine, not to an arm.
     keys: ClassVar[Mapping[str, Any]] = {
-        one.name: one.types
+        one.name: one.types[-1]
         for one in run_settings().values()
         if one.name not in ("task", "seed", "held_out", "virtual", "device")
     }
@@ -127,7 +123,7 @@ class CompareStudy(StudyKind):
         if study.task is None:
             raise ValueError("a study of kind compare needs a task")
         # An arm's own settings come last, so they override those of the study.
-        given = check_settings(self.keys, dict.fromkeys(self.keys), {**study.settings, **arm})
+        given = check_settings(self.keys, {**study.settings, **arm}, dict.fromkeys(self.keys))
         # A density that all arms share means nothing to a dense one, nor may its results name it.
         if given.get("sparsify") in (None, "dense"):
             given["density"] = None
@@ -227,31 +223,22 @@ def refuse_task(study: Study) -> None:
 
 
 def check_settings(
-    keys: Mapping[str, Any], defaults: Mapping[str, Any], given: Mapping[str, Any]
+    keys: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return settings with their defaults filled in; `keys` has the types of those allowed.
 
     Raises:
-        ValueError: A setting is unknown, missing or of the wrong type.
+        ValueError: A setting is unknown, missing, of the wrong type, or a count below 1.
 
-    >>> check_settings({"dim": int, "rounds": int}, {"rounds": 15}, {"dim": 16})
+    >>> check_settings({"dim": int, "rounds": int}, {"dim": 16}, {"rounds": 15})
     {'rounds': 15, 'dim': 16}
     """
-    for name, value in given.items():
-        check_known("setting", name, keys)
-        # Types are checked here, before a task or a benchmark fails on them in words of its own.
-        types = keys[name] if isinstance(keys[name], tuple) else (keys[name],)
-        if not any(has_type(value, one) for one in types):
-            words = " or ".join(one.__name__ for one in types)
-            raise ValueError(f"{name} must be {words}, got {value!r}")
+    # Here, before a task or a benchmark fails on them in words of its own.
+    check_types("setting", keys, given)
     settings = {**defaults, **given}
     if missing := [name for name in keys if name not in settings]:
         raise ValueError(f"missing settings: {', '.join(missing)}")
+    for name, value in given.items():
+        if keys[name] is int and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
     return settings
-
-
-def check_positive(settings: Mapping[str, Any], *names: str) -> None:
-    """Raise ValueError if one of these settings is below 1."""
-    for name in names:
-        if settings[name] < 1:
-            raise ValueError(f"{name} must be at least 1, got {settings[name]}")

@@ -119,27 +119,14 @@ def run_planned(
 def run_batch(study: Study, batch: Sequence[PlannedRun], context: RunContext) -> list[RunResult]:
     """Make the runs of a batch."""
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    outcomes = kind_of(study).run(batch, context)
+    outcomes, known = kind_of(study).run(batch, context), hardware(context.device)
+    # What figures depend on; results are public, so nothing else of the machine.
+    machine = {name: known[name] for name in ("cpu", "cores", "accelerator")}
+    about: dict[str, Any] = {"versions": versions(), "hardware": machine, "started": started}
     return [
-        RunResult(
-            arm=run.arm,
-            seed=run.seed,
-            settings=run.settings,
-            status=one.status,
-            about=one.about,
-            figures=one.figures,
-            versions=versions(),
-            hardware=_machine(context.device),
-            started=started,
-        )
+        RunResult(**vars(run), **vars(one), **about)
         for run, one in zip(batch, outcomes, strict=True)
     ]
-
-
-def _machine(device: str) -> dict[str, Any]:
-    """Return the hardware that figures depend on; results are public, so nothing else of it."""
-    known = hardware(device)
-    return {name: known[name] for name in ("cpu", "cores", "accelerator")}
 
 
 def store_results(study: Study, out: Path, results: list[RunResult]) -> list[RunResult]:
