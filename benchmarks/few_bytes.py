@@ -161,7 +161,7 @@ class Arm:
     decay: float = 1.0
     senders: bool = False
     """SparseLoCo: divide by how many workers have sent a coordinate instead of by all."""
-    k: int = 4
+    k: int = 5
     """DeMo: coefficients of a chunk."""
     warm: float = 0.15
     """1-bit Adam: share of the steps before its second moment is frozen."""
@@ -342,7 +342,7 @@ class Run:
         Tang et al., "1-bit Adam", arXiv:2102.02888.
         """
         grads = self._grads(self._weights.expand(self._workers, -1), blocks)
-        if self._step <= self._arm.warm * self._steps:
+        if self._step <= max(1, self._arm.warm * self._steps):
             self._adamw(self._weights, grads.mean(0)[None], self._m, self._v, rate, corrections)
             self.bytes += self._dense_bytes
             self._frozen = frozen_root(self._v / corrections[1], self._arm.floor)

@@ -5,7 +5,7 @@ workers (`VirtualTrainer`), which send what ranks would send. Usage:
 
     python benchmarks/few_bytes_tasks.py --out tasks.jsonl --study studies/resnet18-long.toml
         --arms dense,local-4:lr=0.1,local-16:outer_lr=0.8:outer_momentum=0.6 [--seeds 0,1,2]
-        [--epochs 60] [--evaluate-every 5] [--limit 1000] [--device cuda] [--part 0/4]
+        [--epochs 60] [--evaluate-every 5] [--limit 1000] [--device cuda] [--part 0/4] [--eager]
 
 An arm is dense or local-H, with settings of a run or of `LocalSteps` after a colon. Writes a line
 of JSON for each evaluation: epoch, metric, bytes sent by a worker, and how many times fewer that is
@@ -16,12 +16,14 @@ import argparse
 import json
 import time
 import tomllib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.lab.study.kinds import task_path
@@ -29,21 +31,37 @@ from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Task
 from gradherd.lab.train.config import RunConfig, run_settings
 from gradherd.lab.train.record import finite_or_none
+from gradherd.lab.train.stacked_step import FunctionalModel
 from gradherd.lab.train.trainer import passes
 from gradherd.lab.train.virtual_trainer import VirtualTrainer
 
 
-def compiled(task: Task) -> Task:
-    """Return a classifier whose training passes are compiled."""
-    forward = torch.compile(lambda model, inputs: model(inputs), dynamic=False)
+def compiled(task: Task, *, backend: str = "inductor") -> Task:
+    """Return a classifier whose training passes are compiled, once for all workers."""
+    skeleton = task.model().to("meta").train()
+
+    @partial(torch.compile, dynamic=False, fullgraph=True, backend=backend)
+    def forward(tensors: dict[str, Tensor], inputs: Tensor) -> Tensor:
+        output: Tensor = functional_call(skeleton, tensors, (inputs,))
+        return output
 
     class Compiled(type(task)):  # type: ignore[misc]
-        def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
+        def loss(self, model: nn.Module | FunctionalModel, *tensors: Tensor) -> Tensor:
             inputs, labels = tensors
-            call = forward if model.training else nn.Module.__call__
-            return F.cross_entropy(call(model, self.prepare(inputs)), labels)
+            inputs = self.prepare(inputs)
+            if not model.training:
+                return F.cross_entropy(model(inputs), labels)
+            return F.cross_entropy(forward(tensors_of(model), inputs), labels)
 
     return Compiled()  # type: ignore[no-any-return]
+
+
+def tensors_of(model: nn.Module | FunctionalModel) -> dict[str, Tensor]:
+    """Return parameters and buffers; dense workers share a model and have their own buffers."""
+    given: dict[str, Tensor] = {}
+    if isinstance(model, FunctionalModel):
+        model, given = model._model, model._named
+    return dict(model.named_parameters()) | dict(model.named_buffers()) | given
 
 
 def warm_up(task: Task, config: RunConfig, examples: tuple[Tensor, ...]) -> None:
@@ -80,6 +98,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--evaluate-every", type=int, default=1)
     parser.add_argument("--limit", type=int)
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--part", default="0/1", help="which runs of how many shares")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
@@ -97,8 +116,7 @@ def main() -> None:
         )  # fmt: skip
         split = split or task.load(None, config.limit)
         own = task
-        # Dense workers share a model, of which a compiler would make a graph for each.
-        if config.autocast is not None and config.local_steps is not None:
+        if config.autocast is not None and not options.eager:
             own = compiled(task)
             warm_up(own, config, split.train)
         trainer = VirtualTrainer(config, own, split)

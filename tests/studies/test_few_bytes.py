@@ -1,5 +1,6 @@
 """Peers of local steps as `benchmarks/few_bytes.py` has them: they send few bytes, and train."""
 
+import copy
 import itertools
 import math
 
@@ -7,8 +8,12 @@ import pytest
 import torch
 from benchmarks.few_bytes import Arm, Run, Shape, arm_of, exchange_steps
 from benchmarks.few_bytes_peers import DeMo, TopK, cosines, frozen_root
+from benchmarks.few_bytes_tasks import compiled
+from torch import nn
 
 from gradherd.comm.sliced_mean import mean_bytes
+from gradherd.lab.tasks.task import Classifier, Defaults
+from gradherd.lab.train.stacked_step import FunctionalModel
 
 CPU = torch.device("cpu")
 
@@ -135,3 +140,56 @@ def test_a_peer_trains_a_language_model_and_counts_its_bytes(arm, text):
     # One bit both ways, and a level of 2 bytes for each 256.
     if arm.startswith(("onebit", "local")):
         assert one_bit == pytest.approx(dense / 32, rel=0.2)
+
+
+class WithNorm(nn.Module):
+    """Two classes of images, with statistics that a training pass moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 2))
+
+    def forward(self, images):
+        return self.layers(self.norm(images))
+
+
+class NormTask(Classifier):
+    name = "norm"
+    defaults = Defaults(workers=2, epochs=1, batch_size=8, lr=0.1, seeds=1, source="ours")
+
+    def model(self):
+        return WithNorm()
+
+    def prepare(self, inputs):
+        return inputs
+
+
+def test_compiled_passes_of_all_workers_are_one_graph_and_change_their_own_statistics():
+    torch.manual_seed(0)
+    task, images, labels = NormTask(), torch.randn(3, 8, 3, 4, 4), torch.randint(2, (3, 8))
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    fast = compiled(task, backend=backend)
+    model = task.model()
+    plain = copy.deepcopy(model)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    workers = [model, FunctionalModel(model, buffers), task.model()]  # dense ones, a local one
+    same = [plain, copy.deepcopy(plain), copy.deepcopy(workers[2])]
+    for own, slow, x, y in zip(workers, same, images, labels, strict=True):
+        parameters = list((model if own is workers[1] else own).parameters())
+        loss, expected = fast.loss(own, x, y), task.loss(slow, x, y)
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(loss, parameters),
+            torch.autograd.grad(expected, [*slow.parameters()]),
+        )
+    assert len(graphs) == 1
+    for own, slow in ((model, same[0]), (workers[2], same[2])):
+        torch.testing.assert_close(dict(own.named_buffers()), dict(slow.named_buffers()))
+    torch.testing.assert_close(buffers, dict(same[1].named_buffers()))
+    assert not torch.equal(buffers["norm.running_mean"], model.norm.running_mean)
