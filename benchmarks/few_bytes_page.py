@@ -29,6 +29,10 @@ NAMES = {
     "diloco-int4": "DiLoCo in 4 bits, 15 steps",
     "sparseloco": "SparseLoCo, 15 steps, 3 % in 2 bits",
     "sparseloco-senders": "the same, mean over senders",
+    "topk": "top-k of each worker, every step",
+    "demo": "DeMo, every step",
+    "onebit-adam": "1-bit Adam, dense for 15 % of the steps",
+    "exdyna-few-bits": "ExDyna in 2 bits, every step",
 }
 PEERS = {
     "powersgd": "PowerSGD",
@@ -36,6 +40,10 @@ PEERS = {
     "diloco-int4": "DiLoCo in 4 bits",
     "sparseloco": "SparseLoCo",
     "sparseloco-senders": "SparseLoCo over senders",
+    "topk": "top-k",
+    "demo": "DeMo",
+    "onebit-adam": "1-bit Adam",
+    "exdyna-few-bits": "ExDyna in 2 bits",
 }
 RECIPE = ("local-2", "local-4", "local-8", "local-16")
 
@@ -69,6 +77,8 @@ def table(arms: dict[str, list[dict[str, Any]]]) -> str:
     ]
     dense = arms["dense"]
     for arm, name in ({"dense": "dense"} | NAMES).items():
+        if arm not in arms:
+            continue
         runs = arms[arm]
         cells = [name, f"{runs[0]['fewer']:.0f}"]
         for key in ("best", "last"):
@@ -133,20 +143,19 @@ def task_table(runs: list[dict[str, Any]], results: Path) -> str:
         ("SST-2 transformer, AdamW, 3 epochs", "sst2-transformer", "sst2", 3),
         ("ResNet-18, SGD, 60 epochs", "cifar10-resnet18", "resnet18-long", 60),
     ):
-        for every in (4, 16):
-            arm = f"local-{every}"
-            own = [
-                run
-                for run in runs
-                if (run["task"], run["epochs"]) == (task, epochs)
-                and run["arm"].split(":")[0] == arm
-            ]
+        local: dict[int, list[dict[str, Any]]] = {}
+        for run in runs:
+            kind, _, every = run["arm"].split(":")[0].partition("-")
+            if (run["task"], run["epochs"], kind) == (task, epochs, "local"):
+                local.setdefault(int(every), []).append(run)
+        ended = {every: own for every, own in local.items() if own[0]["finished"]}
+        for every, own in sorted((ended or local).items()):
             last = own[0]["epoch"][-1]
             until = "" if last == epochs else f", cut off after {last}"
             dense = statistics.fmean(recorded(study, last).values())
-            local = statistics.fmean(run["accuracy"][-1] for run in own)
+            accuracy = statistics.fmean(run["accuracy"][-1] for run in own)
             cells = [f"{name}{until}", str(every), f"{own[0]['fewer']:.0f}"]
-            cells += [f"{dense:.1f} %", f"{local:.1f} %", str(len(own))]
+            cells += [f"{dense:.1f} %", f"{accuracy:.1f} %", str(len(own))]
             lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -168,7 +177,9 @@ def picture(arms: dict[str, list[dict[str, Any]]]) -> str:
         [(at, level) for at in every],
         [(at, min(best["dense"]), max(best["dense"])) for at in every],
     )
-    peers = [ChartLine(name, [(fewer[arm], best[arm][0])]) for arm, name in PEERS.items()]
+    peers = [
+        ChartLine(name, [(fewer[arm], best[arm][0])]) for arm, name in PEERS.items() if arm in arms
+    ]
     return chart_file(
         "GPT-2, 11 M parameters, AdamW, 8 workers: what few bytes cost",
         "times fewer bytes than dense float32",
