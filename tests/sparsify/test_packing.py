@@ -94,7 +94,6 @@ def test_a_bitmap_is_read_without_waiting_for_a_gpu_too():
     for count in (3, 5):
         wanted = [1, 2, 5] + [0] * (count - 3)
         assert places_of(flags, count).tolist() == wanted
-        assert places_of(flags, count, fixed=True).tolist() == wanted
 
 
 def first_bytes(method, dim, size, k, bits):

@@ -147,9 +147,9 @@ def exposed_seconds(setting: Setting, whole: float, last: float, buckets: int) -
 
     Args:
         setting: Gives the backward pass and how much of it can overlap.
-        whole: Seconds to send all buckets.
+        whole: Seconds to send all m buckets.
         last: Seconds to send the last one.
-        buckets: Their number, m.
+        buckets: m.
     """
     # Nothing can be sent before the first bucket is ready, hence 1 - 1/m.
     hidden = setting.overlap * setting.backward * (1 - 1 / buckets)

@@ -246,12 +246,7 @@ def blocks(
 
 
 def fast_form(vectors: Tensor, running: Tensor) -> Any:
-    """Return the `triton_gram` module if it can sign these vectors, else None.
-
-    Args:
-        vectors: (W, P, D) in visiting order.
-        running: (W, D) running sums.
-    """
+    """Return the `triton_gram` module if it can sign (W, P, D) vectors against (W, D) sums."""
     ready = _HAS_TRITON and vectors.device.type in KERNEL_DEVICES
     if not ready or not vectors.dtype == running.dtype == torch.float32:
         return None
@@ -390,12 +385,8 @@ def reorder(order: Tensor, sides: Tensor) -> Tensor:
     unit comes last among the fronts, which is the middle. Units with side 0 stay where they
     are and the others fill the slots between them.
 
-    Args:
-        order: (n,) unit ids in visiting order.
-        sides: (n,) int8 by position in `order`.
-
-    Returns:
-        (n,) the same unit ids; a new tensor, since orders that were handed out must not change.
+    Both are (n,), `sides` by position in `order`. The result is a new tensor, since orders that
+    were handed out must not change.
 
     >>> reorder(torch.tensor([4, 5, 6, 7, 8]), torch.tensor([1, -1, -1, 1, 1]))
     tensor([4, 7, 8, 6, 5])

@@ -23,7 +23,8 @@ from typing import ClassVar, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gradherd.comm.script import AllGather, Runner, ScatterColumns, Script, run
+from gradherd.comm.collectives import all_gather
+from gradherd.comm.script import AllGather, Runner, ScatterColumns, Script
 from gradherd.comm.world import World
 from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.ordering import Ordering
@@ -291,51 +292,6 @@ class EpochGatherer(RowGatherer):
         )
 
 
-def compare_claims(
-    claim: BatchClaim | None, *, finite: bool = True, end: bool = False
-) -> Script["ClaimComparison"]:
-    """Compare the batches that all ranks feed back at this step of training.
-
-    A rank may have skipped a batch that the others trained on. Their gradients then belong to
-    different time steps, and signs are decided for one time step of all workers at once.
-
-    Args:
-        claim: This rank's batch; None if its gradient belongs to none.
-        finite: Whether this rank knows of nothing in the gradients that is not finite.
-        end: This rank feeds back nothing: it wants all that was fed to be learned.
-
-    Raises:
-        RuntimeError: The ranks hold different orders of an epoch.
-    """
-    if claim is None:
-        own = [_END if end else _NO_BATCH, 0, 0, 0]
-    else:
-        own = [claim.step, claim.units, claim.epoch, int(claim.version or "0", 16) - 2**63]
-    gathered: Tensor = yield AllGather(torch.tensor([*own, finite]))
-    rows: list[list[int]] = gathered.tolist()
-    ranks, all_finite = [row[:-1] for row in rows], all(row[-1] for row in rows)
-    if claim is not None and all(one == own for one in ranks):  # at nearly every step
-        return ClaimComparison(True, all_finite, claim.step + claim.units, "")
-    epochs = [epoch if step >= 0 else None for step, _, epoch, _ in ranks]
-    for epoch in set(epochs) - {None}:
-        versions = [one[3] if one[2] == epoch and one[0] >= 0 else None for one in ranks]
-        check_same_version(versions, int(epoch or 0))
-    visited = min(step + units for step, units, _, _ in ranks)
-    return ClaimComparison(
-        same=all(one == own for one in ranks),
-        finite=all_finite,
-        visited=visited if len(set(epochs)) == 1 and None not in epochs else None,
-        text=", ".join(f"{_named(one)} on rank {rank}" for rank, one in enumerate(ranks)),
-    )
-
-
-def _named(own: list[int]) -> str:
-    step, _, epoch, _ = own
-    if step < 0:
-        return "the end" if step == _END else "none"
-    return f"unit {step} of epoch {epoch}"
-
-
 class ClaimComparison(NamedTuple):
     """What all ranks feed back at one step of training."""
 
@@ -365,8 +321,9 @@ def check_same_version(versions: Sequence[int | None], epoch: int) -> None:
 class StepComparison:
     """Finds out whether all ranks feed back the same batch of the order.
 
-    A rank that skips a batch which the others train on is ahead of them from then on. Nothing is
-    learned from such steps: their units keep their place, on all ranks alike.
+    A rank that skips a batch which the others train on is ahead of them from then on: gradients of
+    one step of training belong to different time steps, and signs are decided for one time step of
+    all workers. Nothing is learned from such steps: their units keep their place, on all ranks.
     """
 
     def __init__(self, sampler: OrderedSampler) -> None:
@@ -384,10 +341,14 @@ class StepComparison:
             claim: This rank's batch; None if its gradient belongs to none.
             world: The ranks, with a group for tensors on the CPU.
             finite: Whether this rank knows of nothing in the gradients that is not finite.
+
+        Raises:
+            RuntimeError: The ranks hold different orders of an epoch.
         """
-        result = run(compare_claims(claim, finite=finite), world)
-        comparison: ClaimComparison = result.value
-        self.bytes += result.bytes
+        own = [_NO_BATCH, 0, 0, 0]
+        if claim is not None:
+            own = [claim.step, claim.units, claim.epoch, int(claim.version or "0", 16) - 2**63]
+        comparison = self._compared(own, finite, world)
         if not comparison.same and not self._warned:
             self._warned = True
             log.warning(
@@ -396,6 +357,26 @@ class StepComparison:
                 comparison.text,
             )
         return comparison
+
+    def _compared(self, own: list[int], finite: bool, world: World) -> ClaimComparison:
+        gathered, sent = all_gather(torch.tensor([*own, finite]), world)
+        self.bytes += sent
+        rows: list[list[int]] = gathered.tolist()
+        ranks, all_finite = [row[:-1] for row in rows], all(row[-1] for row in rows)
+        step, units, _, _ = own
+        if step >= 0 and all(one == own for one in ranks):  # at nearly every step
+            return ClaimComparison(True, all_finite, step + units, "")
+        epochs = {epoch if step >= 0 else None for step, _, epoch, _ in ranks}
+        for epoch in epochs - {None}:
+            versions = [one[3] if one[2] == epoch and one[0] >= 0 else None for one in ranks]
+            check_same_version(versions, int(epoch or 0))
+        visited = min(step + units for step, units, _, _ in ranks)
+        return ClaimComparison(
+            same=all(one == own for one in ranks),
+            finite=all_finite,
+            visited=visited if len(epochs) == 1 and None not in epochs else None,
+            text=", ".join(f"{_named(one)} on rank {rank}" for rank, one in enumerate(ranks)),
+        )
 
     def pass_over(self, claim: BatchClaim | None, comparison: ClaimComparison) -> None:
         """Count what all ranks have visited, although nothing is learned from some of it."""
@@ -406,11 +387,16 @@ class StepComparison:
 
     def check_end(self, world: World) -> None:
         """Raise unless all ranks want all that was fed to be learned now."""
-        result = run(compare_claims(None, end=True), world)
-        comparison: ClaimComparison = result.value
-        self.bytes += result.bytes
+        comparison = self._compared([_END, 0, 0, 0], True, world)
         if not comparison.same:
             raise RuntimeError(
                 f"ranks are at different steps where they must meet, as in set_epoch(): "
                 f"{comparison.text}; let all ranks train on as many batches"
             )
+
+
+def _named(own: list[int]) -> str:
+    step, _, epoch, _ = own
+    if step < 0:
+        return "the end" if step == _END else "none"
+    return f"unit {step} of epoch {epoch}"

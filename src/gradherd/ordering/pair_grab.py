@@ -167,13 +167,7 @@ def _place_odd_units(state: PairState, seen: Tensor) -> None:
 
 
 def place_pairs(state: PairState, pairs: Pairs, signs: Tensor) -> None:
-    """Write the signs of pairs as sides: + sends the first of the two to the front.
-
-    Args:
-        state: Its `sides` are modified.
-        pairs: The pairs that were signed.
-        signs: (K, M) int8.
-    """
+    """Write the (K, M) signs of pairs as sides: + sends the first of the two to the front."""
     if not pairs.seen.all():
         signs = signs * pairs.seen
     state.note_signs(signs, pairs.seen, 2 * len(signs))

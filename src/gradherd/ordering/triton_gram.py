@@ -267,12 +267,7 @@ class BlockMemory:
     """Memory for the signs of one block of vectors, used again for every block of its shape."""
 
     def __init__(self, z: Tensor, signs: Tensor) -> None:
-        """Reserve it.
-
-        Args:
-            z: (W, P, D) float32, contiguous along D, where the vectors will be.
-            signs: (W, P) int8, where their signs are written.
-        """
+        """Reserve it, for (W, P, D) vectors in `z`, contiguous along D, and (W, P) int8 `signs`."""
         self._z, self._signs = z, signs
         programs, self._span = _spans(z, _LEAST_SPAN)
         streams, count, _ = z.shape

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from gradherd.sparsify.message_sizes import IndexBits, index_bytes, index_formats, magnitude_bytes
 from gradherd.sparsify.packing import pack_indices, unpack_indices
-from gradherd.sparsify.partitions import LOAD_UNIT, Blocks, even_cuts, recut, whole_loads
+from gradherd.sparsify.partitions import LOAD_UNIT, Blocks, diffuse, even_cuts, recut, whole_loads
 
 # The sign bit is zero, so dropping 15 bits of a float32 leaves the 16 that are sent.
 _DROPPED_BITS = 15
@@ -59,6 +59,8 @@ class PartitionRule:
     """Decay of the blocks' loads per step; None if borders are never recut from them."""
     rotate: bool = True
     """Whether partitions rotate over workers."""
+    diffusive: bool = False
+    """Whether borders move between neighbours instead (`partitions.diffuse`), on the host."""
 
     def offers(self, k: int, workers: int) -> int:
         """Return M, where partitions are long enough (`fits`)."""
@@ -72,7 +74,8 @@ class PartitionRule:
 
     def fits(self, k: int, workers: int) -> bool:
         """Return whether every worker can always make its M offers."""
-        return k < self.blocks.dim and self.least(k, workers) * workers < self.blocks.count
+        enough = k < self.blocks.dim and self.least(k, workers) * workers < self.blocks.count
+        return enough and not self.diffusive
 
 
 @dataclass(frozen=True)
@@ -366,8 +369,9 @@ def moved(
     counts: Tensor,
     loads: Tensor,
     least: int = 1,
+    turn: int = 0,
 ) -> PartitionState:
-    """Return the state with borders that make loads equal, if borders are recut at all.
+    """Return the state with borders that make loads equal, if borders move at all.
 
     Computed by every worker from what all of them know: moving borders sends nothing.
 
@@ -378,8 +382,13 @@ def moved(
         counts: (R,) int64 how many of these each selected.
         loads: (R,) float64 how many each would have selected without a capacity.
         least: Blocks that each partition keeps.
+        turn: The partition of worker 0.
     """
     workers = len(counts)
+    if rule.diffusive:
+        # Loads come by worker, borders belong to partitions: undo the rotation.
+        cuts = diffuse(state.cuts.tolist(), loads.roll(turn).tolist())
+        return replace(state, cuts=torch.tensor(cuts))
     if rule.memory is None or workers == 1:
         return state
     # Nobody knows where the coordinates beyond a worker's capacity lie; assume that they are

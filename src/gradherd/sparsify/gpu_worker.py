@@ -48,7 +48,7 @@ def has_fixed_shapes(worker: Worker) -> bool:
     if not isinstance(method, Partitioned) or settings.momentum or not worker.sparse:
         return False
     k = target_count(max(settings.density(0), method.density), worker.sparse)
-    return method.has_fixed_shapes(worker.sparse, k, worker.size)
+    return method.threshold == "consensus" and method.rule(worker.sparse).fits(k, worker.size)
 
 
 @dataclass(frozen=True)
@@ -137,12 +137,7 @@ class GpuSteps:
         )
 
     def script(self, k: int, flats: Sequence[Tensor]) -> Script[None]:
-        """Exchange, and write the mean into the buckets.
-
-        Args:
-            k: Number of coordinates to send.
-            flats: The flat gradients of all buckets, which are zero.
-        """
+        """Exchange k coordinates, and write the mean into the buckets `flats`, which are zero."""
         worker, form = self._worker, self._worker.settings.values
         context = StepContext(0, worker.rank, worker.size, compact=form in VALUE_BITS)
         state, acc, counters = worker.state, worker.feedback.acc, worker.counters

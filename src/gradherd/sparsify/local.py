@@ -146,10 +146,6 @@ class OuterOptimizer:
     The mean of the differences takes the place of the gradient. All workers compute the same step
     from the same bits, so the shared weights are never sent.
 
-    Args:
-        settings: The learning rate and momentum of the outer step.
-        shared: (D,) the weights that training starts from.
-
     >>> outer = OuterOptimizer(LocalSteps(), torch.tensor([1.0, 2.0]))
     >>> outer.step(torch.tensor([0.0, 0.5]))
     >>> outer.shared
@@ -162,11 +158,7 @@ class OuterOptimizer:
         self.momentum = torch.zeros_like(shared) if settings.outer_momentum else None
 
     def step(self, mean: Tensor) -> None:
-        """Move the shared weights against the mean of (weights before - weights after).
-
-        Args:
-            mean: (D,) over workers, zero where nothing was sent.
-        """
+        """Move the shared weights against the (D,) mean of (weights before - weights after)."""
         settings, direction = self._settings, mean
         if self.momentum is not None:
             # As torch.optim.SGD does it. Coordinates that were not sent keep moving, too.
@@ -196,9 +188,6 @@ def exchange_script(worker: Worker, position: Tensor, buffers: Tensor | None) ->
         position: (n,) integers that must be equal on all workers. Workers that have lost count of
             their steps would take one message for another.
         buffers: (B,) this worker's buffers; None without any.
-
-    Returns:
-        A `LocalOutcome`.
     """
     positions: Tensor = yield AllGather(position)
     if not bool((positions == positions[0]).all()):
@@ -211,13 +200,7 @@ def exchange_script(worker: Worker, position: Tensor, buffers: Tensor | None) ->
 
 
 def mean_of_buffers(rows: Tensor) -> Tensor:
-    """Return the mean of buffers over workers; those that are equal everywhere keep their bits.
-
-    Args:
-        rows: (R, B) the buffers of all workers.
-
-    Returns:
-        (B,) of the same bits on all workers.
+    """Return the (B,) mean of (R, B) buffers; those that are equal everywhere keep their bits.
 
     >>> mean_of_buffers(torch.tensor([[1.0, -torch.inf], [2.0, -torch.inf]]))
     tensor([1.5000,   -inf])

@@ -76,8 +76,7 @@ def index_bytes(count: int, span: tuple[int, int], bits: IndexBits) -> int:
 def index_formats(compact: bool) -> tuple[IndexBits, ...]:
     """Return the formats that indices may have; of those with equally many bytes, the first.
 
-    Args:
-        compact: Whether values take few bits: then indices are what is left to save.
+    If values take few bits (`compact`), indices are what is left to save.
     """
     return (32, 16, 12, 8, 1) if compact else (32, 16)
 

@@ -102,17 +102,8 @@ def unpack_indices(packed: Tensor, count: int, span: tuple[int, int], bits: Inde
     return low + ((page + pages.start) << bits)
 
 
-def places_of(flags: Tensor, count: int, *, fixed: bool = False) -> Tensor:
-    """Return where (n,) flags are 1: (count,) ascending, zeros follow if they are fewer.
-
-    Args:
-        flags: 0 or 1.
-        count: At least as many as are 1.
-        fixed: Whether to do on a CPU, too, what does not wait for a GPU.
-    """
-    if flags.is_cpu and not fixed:
-        found = torch.from_numpy(np.flatnonzero(flags.numpy()))
-        return torch.nn.functional.pad(found, (0, count - len(found)))
+def places_of(flags: Tensor, count: int) -> Tensor:
+    """Return where (n,) flags are 1: (count,) ascending, zeros follow if they are fewer."""
     every = torch.arange(len(flags), device=flags.device)
     to = torch.where(flags == 1, flags.cumsum(0) - 1, count)
     return every.new_zeros(count + 1).scatter_(0, to, every)[:count]

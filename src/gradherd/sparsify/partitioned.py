@@ -18,9 +18,9 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ from gradherd.sparsify.consensus import PartitionRule, PartitionState
 from gradherd.sparsify.exchange import gather_indices
 from gradherd.sparsify.kernels import indices_above, topk_indices
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY, EXDYNA_CAPACITY
-from gradherd.sparsify.partitions import Blocks, diffuse
+from gradherd.sparsify.partitions import Blocks
 from gradherd.sparsify.selector import Proposal, Selection, Selector, Step, check_density
 
 Balance = Literal["recut", "diffusive", "none"]
@@ -89,11 +89,24 @@ class Online:
 ThresholdRule = Literal["consensus", "online"] | Online
 
 
+@dataclass(frozen=True)
 class Partitioned(Selector):
-    """A method whose workers select from exclusive partitions; subclasses are dataclasses."""
+    """A method whose workers select from exclusive partitions."""
 
-    threshold: ThresholdRule
-    capacity: float
+    density: float = DEFAULT_DENSITY
+    """Share of the coordinates to send."""
+    threshold: ThresholdRule = "consensus"
+    """"consensus", or the paper's rule: "online", or an `Online` with your own constants."""
+    capacity: float = EXDYNA_CAPACITY
+    """By consensus, no worker sends more than this many times its fair share; the rest stays in
+    its residual."""
+
+    def __post_init__(self) -> None:
+        check_density(self.density)
+        check_in("[1, inf]", capacity=self.capacity)
+        rule: object = self.threshold
+        if rule not in ("consensus", "online") and not isinstance(rule, Online):
+            raise ValueError(f"threshold must be consensus, online or an Online(...), got {rule!r}")
 
     @abstractmethod
     def rule(self, dim: int) -> PartitionRule:
@@ -102,10 +115,6 @@ class Partitioned(Selector):
     def begin(self, dim: int, workers: int, layers: Sequence[int]) -> PartitionState:
         """Start with partitions of equal size, one for each worker."""
         return PartitionState.first(self.rule(dim), workers)
-
-    def has_fixed_shapes(self, dim: int, k: int, workers: int) -> bool:
-        """Return whether all lengths of steps with up to k coordinates are known beforehand."""
-        return self.threshold == "consensus" and self.rule(dim).fits(k, workers)
 
     @property
     def agrees_alone(self) -> bool:
@@ -148,14 +157,16 @@ class Partitioned(Selector):
             # The start stays: a step of a warm-up from density 1 says nothing about a threshold.
             counts, threshold = torch.tensor(plan.lengths), 0.0
             indices = step.everything()
-        state = self._moved(plan, state, indices.cpu(), counts, counts.double())
+        state = consensus.moved(
+            plan.rule, state, indices.cpu(), counts, counts.double(), turn=plan.turn
+        )
         return Selection(indices, counts.tolist(), state, threshold)
 
     def _accept(self, step: Step, plan: "_PartitionPlan", headers: Tensor) -> Selection:
         """Accept the largest offers in the headers, on the CPU."""
         candidates = headers[:, 0]
         indices, bits = consensus.unpack(headers[:, 1:], plan.most, plan.reach, step.compact)
-        indices += plan.firsts
+        indices += torch.tensor([[first] for first, _ in plan.spans])
         offered = torch.tensor(plan.offered)
         if min(plan.offered) < plan.most:
             bits = torch.where(torch.arange(plan.most) < offered.unsqueeze(1), bits, -1)
@@ -163,20 +174,11 @@ class Partitioned(Selector):
         state = consensus.with_next_start(step.state, accepted, candidates, exact=True)
         if step.size > 1:
             loads = consensus.estimate_loads(accepted.counts, offered, candidates)
-            state = self._moved(plan, state, accepted.indices, accepted.counts, loads)
+            state = consensus.moved(
+                plan.rule, state, accepted.indices, accepted.counts, loads, turn=plan.turn
+            )
         chosen = accepted.indices.to(step.acc.device, non_blocking=True)
         return Selection(chosen, accepted.counts.tolist(), state, float(accepted.threshold))
-
-    def _moved(
-        self,
-        plan: "_PartitionPlan",
-        state: PartitionState,
-        indices: Tensor,
-        counts: Tensor,
-        loads: Tensor,
-    ) -> PartitionState:
-        """Return the state with new borders."""
-        return consensus.moved(plan.rule, state, indices, counts, loads)
 
     @property
     def _online(self) -> Online:
@@ -189,51 +191,43 @@ class Partitioned(Selector):
 
     def _plan(self, step: Step) -> "_PartitionPlan":
         rule, cuts = self.rule(step.dim), tuple(step.state.cuts.tolist())
-        return _PartitionPlan.of(rule, step.k, cuts, step.number % step.size if rule.rotate else 0)
+        return _partition_plan(rule, step.k, cuts, step.number % step.size if rule.rotate else 0)
 
 
-@dataclass(frozen=True)
-class _PartitionPlan:
+class _PartitionPlan(NamedTuple):
     """What all workers know of a step beforehand."""
 
     rule: PartitionRule
-    k: int
+    turn: int
+    """The partition of worker 0; worker 1 has the next."""
     spans: list[tuple[int, int]]
     """The coordinates [first, end) from which each worker selects."""
+    lengths: list[int]
+    """How many these are."""
+    most: int
+    """M. Offers that a short partition lacks are filled up, and left out by all workers."""
 
-    @classmethod
-    @lru_cache(maxsize=8)  # It is asked for twice in a step, by each worker of a process.
-    def of(cls, rule: PartitionRule, k: int, cuts: tuple[int, ...], turn: int) -> "_PartitionPlan":
-        """Plan a step in which worker 0 has partition `turn`, worker 1 the next."""
-        # Partitions rotate, as in the papers: what is large on another worker only waits at most
-        # R - 1 steps for that worker to search its partition.
-        spans = list(pairwise(rule.blocks.bounds(cuts)))
-        return cls(rule, k, [*spans[turn:], *spans[:turn]])
-
-    @cached_property
-    def lengths(self) -> list[int]:
-        """Coordinates of each worker's partition."""
-        return [end - first for first, end in self.spans]
-
-    @cached_property
-    def most(self) -> int:
-        """M. Offers that a short partition lacks are filled up, and left out by all workers."""
-        return consensus.capacity(self.rule.capacity, self.k, self.lengths)
-
-    @cached_property
+    @property
     def offered(self) -> list[int]:
         """How many coordinates each worker offers."""
         return [min(self.most, length) for length in self.lengths]
 
-    @cached_property
+    @property
     def reach(self) -> int:
         """Length of the longest partition: headers must have the same length everywhere."""
         return max(self.lengths)
 
-    @cached_property
-    def firsts(self) -> Tensor:
-        """(R, 1) where partitions begin, on the CPU."""
-        return torch.tensor([[first] for first, _ in self.spans])
+
+@lru_cache(maxsize=8)  # It is asked for twice in a step, by each worker of a process.
+def _partition_plan(
+    rule: PartitionRule, k: int, cuts: tuple[int, ...], turn: int
+) -> _PartitionPlan:
+    # Partitions rotate, as in the papers: what is large on another worker only waits at most
+    # R - 1 steps for that worker to search its partition.
+    spans = list(pairwise(rule.blocks.bounds(cuts)))
+    spans = [*spans[turn:], *spans[:turn]]
+    lengths = [end - first for first, end in spans]
+    return _PartitionPlan(rule, turn, spans, lengths, consensus.capacity(rule.capacity, k, lengths))
 
 
 def _reaching(values: Tensor, start: float) -> Tensor:
@@ -279,13 +273,6 @@ class ExDyna(Partitioned):
     'recut'
     """
 
-    density: float = DEFAULT_DENSITY
-    """Share of the coordinates to send."""
-    threshold: ThresholdRule = "consensus"
-    """"consensus", or the paper's rule: "online", or an `Online` with your own constants."""
-    capacity: float = EXDYNA_CAPACITY
-    """By consensus, no worker sends more than this many times its fair share; the rest stays in
-    its residual."""
     balance: Balance = "recut"
     """How borders move: "recut" from the loads of blocks, "diffusive" between neighbours as in
     the paper, or "none"."""
@@ -298,8 +285,7 @@ class ExDyna(Partitioned):
     own partition, for ablations: what only the others find large there is never selected."""
 
     def __post_init__(self) -> None:
-        check_density(self.density)
-        _check_threshold_rule(self.threshold, self.capacity)
+        super().__post_init__()
         check_choice("balance", self.balance, "recut", "diffusive", "none")
         check_whole("blocks", self.blocks, 1)
         check_in("[0, 1)", memory=self.memory)
@@ -308,26 +294,8 @@ class ExDyna(Partitioned):
     def rule(self, dim: int) -> PartitionRule:
         """Return partitions of whole blocks."""
         memory = self.memory if self.balance == "recut" else None
-        return PartitionRule(self.capacity, Blocks.of(dim, self.blocks), memory, self.rotate)
-
-    def has_fixed_shapes(self, dim: int, k: int, workers: int) -> bool:
-        """Return whether all lengths of steps with up to k coordinates are known beforehand."""
-        return self.balance != "diffusive" and super().has_fixed_shapes(dim, k, workers)
-
-    def _moved(
-        self,
-        plan: "_PartitionPlan",
-        state: PartitionState,
-        indices: Tensor,
-        counts: Tensor,
-        loads: Tensor,
-    ) -> PartitionState:
-        if self.balance != "diffusive":
-            return super()._moved(plan, state, indices, counts, loads)
-        # Loads come by worker, borders belong to partitions: undo the rotation.
-        by_partition = [load for _, load in sorted(zip(plan.spans, loads.tolist(), strict=True))]
-        cuts = torch.tensor(diffuse(state.cuts.tolist(), by_partition))
-        return replace(state, cuts=cuts)
+        diffusive, blocks = self.balance == "diffusive", Blocks.of(dim, self.blocks)
+        return PartitionRule(self.capacity, blocks, memory, self.rotate, diffusive)
 
 
 @dataclass(frozen=True)
@@ -338,27 +306,11 @@ class Micro(Partitioned):
     ValueError if a setting is out of range.
     """
 
-    density: float = DEFAULT_DENSITY
-    """Share of the coordinates to send."""
-    threshold: ThresholdRule = "consensus"
-    """"consensus", or the paper's rule: "online", or an `Online` with your own constants."""
     # More than ExDyna's: borders never move, so loads stay unequal, and a tight limit would hold
     # back the largest coordinates of a heavy partition.
     capacity: float = 2.0
-    """By consensus, no worker sends more than this many times its fair share; the rest stays in
-    its residual."""
-
-    def __post_init__(self) -> None:
-        check_density(self.density)
-        _check_threshold_rule(self.threshold, self.capacity)
+    """As for `ExDyna`."""
 
     def rule(self, dim: int) -> PartitionRule:
         """Return even partitions, in single coordinates: no borders move, so no blocks."""
         return PartitionRule(self.capacity, Blocks(dim, 1))
-
-
-def _check_threshold_rule(rule: object, capacity: float) -> None:
-    """Raise ValueError unless these are a threshold rule and a capacity."""
-    check_in("[1, inf]", capacity=capacity)
-    if rule not in ("consensus", "online") and not isinstance(rule, Online):
-        raise ValueError(f"threshold must be consensus, online or an Online(...), got {rule!r}")

@@ -73,16 +73,13 @@ def whole_loads(loads: Tensor) -> Tensor:
 
 
 def recut(loads: Tensor, parts: int, least: int = 1) -> Tensor:
-    """Return the borders that come closest to equal loads.
+    """Return the (R + 1,) borders, in blocks, that come closest to equal loads.
 
     Args:
         loads: (NB,) float64 loads of the blocks.
         parts: R.
         least: Blocks that each partition has at least, if there are enough: a worker without any
             could select nothing.
-
-    Returns:
-        (R + 1,) int64 borders, in blocks.
 
     >>> recut(torch.tensor([8.0, 1.0, 1.0, 1.0, 1.0]), 3).tolist()
     [0, 1, 2, 5]
@@ -111,12 +108,7 @@ def diffuse(cuts: Sequence[int], loads: Sequence[float]) -> list[int]:
     The published rule moves a border only if one neighbour is above the mean and the other below.
     This one compares the two neighbours directly, so a slope with a plateau in it does not stall.
 
-    Args:
-        cuts: R + 1 borders, in blocks.
-        loads: R loads of the partitions.
-
-    Returns:
-        R + 1 borders, in blocks.
+    Takes R + 1 borders in blocks and R loads of the partitions, and returns R + 1 borders.
 
     >>> diffuse([0, 8, 16], [30.0, 10.0])
     [0, 7, 16]

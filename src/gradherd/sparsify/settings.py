@@ -1,16 +1,13 @@
 """How a sparsifier is run: everything besides which coordinates it selects."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from gradherd.comm.checks import check_choice, check_in, check_whole
 from gradherd.sparsify.message_sizes import VALUE_FORMATS, ValueFormat
 from gradherd.sparsify.registry import make_sparsifier, setting_names
 from gradherd.sparsify.selector import Selector
-
-_EXCHANGE_SETTINGS = ("values", "dense_below", "momentum", "clip", "warmup_steps", "warmup_from")
-"""Fields of `Sparsify` that describe the exchange, not the method."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,19 +84,14 @@ class Sparsify:
 def make_settings(name: str, density: float | None = None, /, **settings: Any) -> Sparsify:
     """Build `Sparsify` from a method's name and settings, of the method and of the exchange.
 
-    Args:
-        name: A key of `SPARSIFIERS`.
-        density: Share of the coordinates to send; None is the method's default.
-        **settings: Settings of the method (`setting_names`) or fields of `Sparsify`.
-
-    Raises:
-        ValueError: The name or a setting is unknown, or a value is out of range.
+    Arguments and errors as for `make_sparsifier`; settings may be fields of `Sparsify`, too.
 
     >>> settings = make_settings("exdyna", 0.01, blocks=64, momentum=0.9)
     >>> settings.method.blocks, settings.momentum
     (64, 0.9)
     """
-    exchange = {key: settings.pop(key) for key in _EXCHANGE_SETTINGS if key in settings}
+    known = [field.name for field in fields(Sparsify) if field.name != "method"]
+    exchange = {key: settings.pop(key) for key in known if key in settings}
     # Of an unknown setting, the error lists both kinds: those of the method and these.
     unknown = set(settings).difference(setting_names(name))
     try:
@@ -107,8 +99,7 @@ def make_settings(name: str, density: float | None = None, /, **settings: Any) -
     except ValueError as error:
         if not unknown:
             raise
-        every = f"every method can be run with {', '.join(_EXCHANGE_SETTINGS)}"
-        raise ValueError(f"{error}; {every}") from None
+        raise ValueError(f"{error}; every method can be run with {', '.join(known)}") from None
     try:
         return Sparsify(method=method, **exchange)
     except TypeError as error:  # Checks compare values, which fails for a str and a number, say.

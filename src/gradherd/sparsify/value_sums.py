@@ -158,13 +158,7 @@ class _Kind:
     """The values of one kind in a sum; in two rounds, cut into a slice for each worker.
 
     Two rounds round twice: each worker's values for the owners of slices, and their sum for all.
-
-    Args:
-        codec: How these values are written.
-        context: Which worker this is.
-        begin: First of these values.
-        count: Their number.
-        at: First element of the owner's error.
+    The values are `count` from `begin` on; the owner's error of their slice begins at `at`.
     """
 
     def __init__(

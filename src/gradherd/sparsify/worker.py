@@ -33,14 +33,7 @@ from gradherd.sparsify.value_sums import no_owner_error, owned_spans, sum_values
 
 
 class ErrorFeedback:
-    """The residual of one worker, and its velocity if there is momentum.
-
-    Args:
-        dim: D.
-        dtype: Dtype of the residual: float32, or float64 for a model of doubles.
-        device: Device of the residual.
-        momentum: Factor of the momentum correction; 0 needs no velocity.
-    """
+    """The residual of one worker, and its velocity if there is momentum."""
 
     def __init__(
         self, dim: int, *, dtype: torch.dtype, device: torch.device, momentum: float = 0.0
@@ -78,13 +71,9 @@ class ErrorFeedback:
             self._bad.zero_()
 
     def add(self, begin: int, grad: Tensor, scale: float, *, clear: bool = False) -> None:
-        """Write residual + `scale` * gradient to `acc`, from coordinate `begin` on.
+        """Write residual + `scale` * flat gradient to `acc`, from coordinate `begin` on.
 
-        Args:
-            begin: First coordinate of the gradient.
-            grad: Flat gradient.
-            scale: Factor of the gradient.
-            clear: Whether to set `grad` to zero; on a GPU the same kernel does it.
+        If `clear`, `grad` becomes zero; on a GPU the same kernel does it.
         """
         part = slice(begin, begin + len(grad))
         if self.velocity is None or self._next_velocity is None:
@@ -323,25 +312,17 @@ class Worker:
         compact = self.settings.values in VALUE_BITS and self.size > 1
         return StepContext(self.step, self.rank, self.size, compact=compact)
 
-    def next_step(self, acc: Tensor) -> Step:
-        """Return the step that comes next, as the method sees it: with (S,) `acc`."""
-        # Of S, not of D: what is always sent does not use up the density.
-        k = target_count(self.settings.density(self.step), self.sparse)
-        return Step(**vars(self.context), acc=acc, k=k, state=self.state)
-
     def script(self, known: list[Selection] | None = None) -> Script[Outcome | None]:
-        """Average the selected coordinates over workers.
+        """Average the selected coordinates over workers; `known` is as for `exchange.select`.
 
-        Args:
-            known: As for `exchange.select`.
-
-        Returns:
-            The outcome; None, on all workers, if a value of any worker or a sum is not finite.
+        Returns None, on all workers, if a value of any worker or a sum is not finite.
         """
         settings, context, sparse = self.settings, self.context, self.sparse
         acc, form = self.feedback.acc, settings.values
-        step, finite = self.next_step(acc[:sparse]), self.feedback.finite()
-        selection = yield from select(step, finite, settings.method, known)
+        # Of S, not of D: what is always sent does not use up the density.
+        k = target_count(settings.density(self.step), sparse)
+        step = Step(**vars(context), acc=acc[:sparse], k=k, state=self.state)
+        selection = yield from select(step, self.feedback.finite(), settings.method, known)
         if selection is None:
             return None
         # Small parameters are sent together with the selected values, in the same rounds.
@@ -479,11 +460,7 @@ class Worker:
         return {"kind": method, "rank": self.rank, "workers": self.size, "dim": self.sparse}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless `state` fits this worker, or is merged from all such workers.
-
-        Args:
-            state: From `state_dict`, or from `merge_residuals`, which fits any number of workers.
-        """
+        """Raise ValueError unless `state` fits this worker, or is merged from all such workers."""
         free = ("rank", "workers") if _is_merged(state) else ()
         for key, own in self._identity().items():
             if key not in free and state.get(key) != own:
@@ -506,10 +483,7 @@ class Worker:
                 )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state; from a merged state, the method starts again.
-
-        Args:
-            state: From `state_dict` of the same rank, or merged by `merge_residuals`.
+        """Load a state of the same rank, or one of `merge_residuals`: the method starts again then.
 
         Raises:
             ValueError: The state belongs to another method, rank, world or model.
