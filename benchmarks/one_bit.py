@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.comm.script import AllGather, AllToAll
-from gradherd.hooks.flat_weights import FlatWeights
+from gradherd.hooks.local_steps import FlatWeights
 from gradherd.sparsify.local import LocalSteps, OuterOptimizer, exchange_script
 from gradherd.sparsify.worker import Worker
 

@@ -114,3 +114,33 @@ def without_a_backend():
     joined = all_gather_uneven(torch.arange(3.0)[: 2 * rank + 1], [1, 3], world)
     rows = all_gather(torch.full((2,), float(rank)), world)
     return dist.get_backend(), joined, rows
+
+
+def attach_without_sockets():
+    """Attach where no group can be made for the order; train, and attach again."""
+    ddp, data = DDP(network()), examples(16)
+    sampler = gh.OrderedSampler(data, "cd-grab", batch_size=4, unit=4)
+    make = gh.World.side_channel
+
+    def fails(world):
+        raise RuntimeError("no sockets left")
+
+    gh.World.side_channel = fails
+    try:
+        gh.attach(ddp, order=sampler)
+        said = ""
+    except RuntimeError as error:
+        said = str(error)
+    gh.World.side_channel = make
+    x, y = next(iter(DataLoader(data, batch_size=4, sampler=sampler)))
+    (own,) = torch.autograd.grad(F.cross_entropy(ddp.module(x), y), [next(ddp.parameters())])
+    F.cross_entropy(ddp(x), y).backward()
+    averaged = next(ddp.parameters()).grad.clone()
+    herd = gh.attach(ddp, order=sampler)
+    for x, y in DataLoader(data, batch_size=4, sampler=sampler):
+        ddp.zero_grad()
+        F.cross_entropy(ddp(x), y).backward()
+    herd.finish()
+    learned = herd.metrics()["total_examples_fed_back"]
+    herd.detach()
+    return said, own, averaged, learned

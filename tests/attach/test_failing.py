@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 import gradherd as gh
-from gradherd.hooks.flat_weights import FlatWeights
-from gradherd.hooks.row_plan import check_device
+from gradherd.hooks.attach import check_device
+from gradherd.hooks.local_steps import FlatWeights
 from gradherd.lab.ranks import RankError, run_ranks
 from tests.attach import failing_work as work
 
@@ -88,3 +88,29 @@ def test_weights_come_back_where_others_could_not_be_written():
     with pytest.raises(RuntimeError, match="out of memory"), weights.replaced_by(before * 0):
         raise AssertionError("the weights were not written")
     assert torch.equal(weights.read(), before)
+
+
+def test_a_rank_that_died_keeps_no_exchange_in_a_model_that_is_detached():
+    net, data = nn.Linear(6, 3), [(torch.ones(6), 0)] * 8
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    sampler = gh.OrderedSampler(data, "grab", batch_size=4, unit=4)
+    local = gh.LocalSteps(every=1)
+    herd = gh.attach(net, order=sampler, optimizer=optimizer, local=local)
+    transport = herd._feedback._transport
+
+    def fails():
+        raise RuntimeError("a rank has died")
+
+    transport.finish = fails
+    with pytest.raises(RuntimeError, match="a rank has died"):
+        herd.detach()
+    optimizer.step()
+    assert herd.metrics()["local_steps"] == 0
+    gh.attach(net, optimizer=optimizer, local=local).detach()
+
+
+def test_a_group_that_cannot_be_made_leaves_ddp_as_it_was():
+    for said, own, averaged, learned in run_ranks(work.attach_without_sockets, 2):
+        assert said == "no sockets left"
+        assert not torch.equal(own, averaged)
+        assert learned == 8

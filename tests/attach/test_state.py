@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from gradherd.comm.world import World
-from gradherd.hooks.checkpoint import HerdState
-from gradherd.hooks.state import part_of_rank, unpack
+from gradherd.hooks.state import HerdState, part_of_rank, unpack
 from gradherd.lab.ranks import RankError, run_ranks
 from tests.attach.stateful_work import (
     bare_herd,

@@ -138,11 +138,9 @@ def all_reduce(tensor: Tensor, world: World) -> CollectiveResult:
 
 
 def all_reduce_start(tensor: Tensor, world: World) -> PendingCollective:
-    """Start to sum `tensor` over all ranks, in place.
+    """Start to sum `tensor` over all ranks, in place; leave it alone until that has finished.
 
-    Args:
-        tensor: Any shape; do not touch it before the collective has finished.
-        world: The ranks that take part. All of them must start their collectives in the same order.
+    All ranks must start their collectives in the same order.
     """
     if world.size == 1:
         return PendingCollective(tensor, 0)
@@ -154,11 +152,7 @@ def all_reduce_small(tensor: Tensor, world: World) -> CollectiveResult:
     """Sum a small tensor over all ranks. The result has the same bits on every rank.
 
     For a small tensor latency counts, not bandwidth: among few ranks one all-gather and a local
-    sum in rank order take fewer hops than an all-reduce.
-
-    Args:
-        tensor: Any shape; it is not changed.
-        world: The ranks that take part.
+    sum in rank order take fewer hops than an all-reduce. `tensor` is not changed.
     """
     if world.size > _SMALL_WORLD:
         # A copy: the tensor may be a script's own, and scripts use theirs again.
@@ -184,9 +178,6 @@ def all_gather_start(
             `out`; do not write to it before the collective has finished.
         world: The ranks that take part.
         out: Contiguous (R, ...) for the result; None allocates one.
-
-    Returns:
-        The collective; its value is `out`.
     """
     # Not filled: every row is overwritten, and none is sent before.
     if out is None:
@@ -245,16 +236,7 @@ def all_to_all(tensor: Tensor, world: World) -> CollectiveResult:
 def all_to_all_start(
     tensor: Tensor, world: World, *, out: Tensor | None = None
 ) -> PendingCollective:
-    """Start an all-to-all. Do not write to `tensor` before it has finished.
-
-    Args:
-        tensor: (R, ...), row r for rank r.
-        world: The ranks that take part.
-        out: (R, ...) for the result; None allocates one.
-
-    Raises:
-        ValueError: `tensor` does not have R rows.
-    """
+    """Start an all-to-all of `tensor` (R, ...) into `out`; do not write to it before it is done."""
     if len(tensor) != world.size:
         raise ValueError(f"tensor must have one row per rank ({world.size}), got {len(tensor)}")
     if out is None:

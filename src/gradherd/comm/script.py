@@ -183,13 +183,7 @@ def check_script(returned: object, method: object, name: str) -> None:
 def run(script: Script[Any], world: World, *, answer: Any = None) -> ScriptResult:
     """Run the script of this rank. All ranks must call it at the same point.
 
-    Args:
-        script: A generator.
-        world: The ranks that take part.
-        answer: To the request that the script has made, if it was started already.
-
-    Returns:
-        What the script returned, and the bytes this rank sent.
+    If the script has made its first request already, `answer` is the answer to it.
     """
     total = 0
     while True:
@@ -208,12 +202,7 @@ class RankRunner:
     """
 
     def __init__(self, world: World, *, later: World | None = None) -> None:
-        """Start without a script.
-
-        Args:
-            world: The ranks that take part.
-            later: The same ranks with a group for the host, for all collectives after the first.
-        """
+        # The same ranks with a group for the host, for all collectives after the first.
         self._world, self._later = world, world if later is None else later
         self._pending: tuple[Script[None], PendingCollective] | None = None
         self.bytes = 0
@@ -270,12 +259,6 @@ def run_together(scripts: Sequence[Script[Any]]) -> list[ScriptResult]:
     """Run the scripts of all workers of a world in this process, in lockstep.
 
     Workers share the tensors they are sent: a script must not write into a result.
-
-    Args:
-        scripts: One for each worker, in the order of ranks.
-
-    Returns:
-        The result of each script, with the bytes that its rank would send.
 
     Raises:
         RuntimeError: The scripts would hang or fail on real ranks.

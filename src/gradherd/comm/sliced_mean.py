@@ -46,11 +46,8 @@ def mean_of_rows(block: Tensor, out: Tensor, *, share: float | None = None) -> T
 
     Args:
         block: (R, n), a row from each rank.
-        out: (n,), may be a view of where the mean belongs.
+        out: (n,), may be a view of where the mean belongs; it is returned.
         share: Factor of each row; None is 1 / R, the mean.
-
-    Returns:
-        `out`.
     """
     share = 1 / len(block) if share is None else share
     wide = torch.promote_types(block.dtype, torch.float32)

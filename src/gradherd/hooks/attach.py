@@ -1,6 +1,7 @@
 """attach(model, order=..., sparsify=...): the one place where both halves meet a model."""
 
 import contextlib
+import gc
 import logging
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -16,25 +17,30 @@ from gradherd.flat import FlatSpec, exchangeable
 from gradherd.gpu import has_triton
 from gradherd.hooks.agreement import RankAgreement
 from gradherd.hooks.bucket_hook import hook_is_free, world_of
-from gradherd.hooks.coordinated_hook import CoordinatedHook
+from gradherd.hooks.coordinated_hook import CoordinatedHook, ShardedCoordination
 from gradherd.hooks.exchange import ModelExchange
 from gradherd.hooks.feedback import OrderFeedback, inner, refuse_attached
-from gradherd.hooks.flat_weights import float_buffers
-from gradherd.hooks.fsdp_checks import ShardedWorlds, check_parameters
-from gradherd.hooks.fsdp_coordination import ShardedCoordination
-from gradherd.hooks.fsdp_sparse import ShardedSparseHook
+from gradherd.hooks.fsdp_checks import WHOLE_ROWS_BELOW, ShardedWorlds, check_parameters
 from gradherd.hooks.fsdp_torch import fsdp_modules
 from gradherd.hooks.herd import Herd
-from gradherd.hooks.local_steps import LocalExchange, ShardedLocalExchange
-from gradherd.hooks.parameter_usage import check_optimizer, stepping_optimizer
-from gradherd.hooks.row_plan import check_device, plan_rows
-from gradherd.hooks.row_sources import make_row_source
-from gradherd.hooks.sparse_hook import SparseHook, sparsifiable
+from gradherd.hooks.local_steps import LocalExchange, ShardedLocalExchange, float_buffers
+from gradherd.hooks.parameter_hooks import check_optimizer, stepping_optimizer
+from gradherd.hooks.row_sources import RowSource, make_row_source
+from gradherd.hooks.sparse_hook import ShardedSparseHook, SparseHook, sparsifiable
+from gradherd.hooks.state import check_row_length
 from gradherd.hooks.torch_names import uncompiled
 from gradherd.hooks.transports import CountingTransport, GatheringTransport, RowTransport
 from gradherd.ordering.coordination import scatters_columns
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.rows.settings import BatchRows, RowSettings, row_length
+from gradherd.rows.layer_plan import describe
+from gradherd.rows.settings import (
+    BatchRows,
+    ExactRows,
+    RowSettings,
+    choose_rows,
+    resolve_rows,
+    row_length,
+)
 from gradherd.sparsify.basics import Dense
 from gradherd.sparsify.local import LocalSteps
 from gradherd.sparsify.registry import make_sparsifier
@@ -112,14 +118,18 @@ def attach(
         # Whole gradients are free where they are averaged anyway.
         wrapped = worlds is not None or isinstance(bare, DDP)
         sparsifies = settings is not None or (local is not None and wrapped)
-        plan = None if order is None else plan_rows(model, order, rows, sparsifies, worlds)
+        plan = None
+        if order is not None:
+            _check_order(order, world if wrapped else None)
+            check_device(bare, order.world)
+            plan = _plan_rows(bare, order, rows, sparsifies, worlds)
     except Exception as error:
         agreement.refuse(error)
         raise
     # The last point at which nothing was changed yet: no hook is registered, so an error leaves the
     # model as it was, on all ranks.
     agreement.compare(_shared_settings(bare, order, plan, settings, local, scaler))
-    plain = worlds is None and local is None and not isinstance(bare, DDP)
+    plain = local is None and not wrapped
     if order is not None and plain and order.world.size > 1 and order.world.rank == 0:
         log.warning(
             "model is a plain module on %d ranks, so gradherd averages no gradients: wrap it in "
@@ -310,8 +320,6 @@ def _check_local(
         raise ValueError(f"local must be gh.LocalSteps(), got {local!r}")
     if isinstance(model, DDP) and not hook_is_free(model):
         raise ValueError("local steps need the communication hook of DDP, and there is one already")
-    if fsdp_modules(model) and local.overlap:
-        raise ValueError("overlap=True is not supported for sharded models: leave it out")
     if sparsifies:
         raise ValueError("give the sparsifier to local steps: LocalSteps(method=..., values=...)")
     if scaler is not None:
@@ -326,18 +334,11 @@ def _check_local(
 def _make_transport(
     called: nn.Module, model: nn.Module, order: OrderedSampler, settings: RowSettings
 ) -> RowTransport:
-    """Return what takes rows from the model to the sampler.
-
-    Args:
-        called: What the loop calls, maybe torch.compile's wrapper.
-        model: What it wraps.
-        order: The sampler.
-        settings: How rows are read.
-    """
+    """Return what takes rows to the sampler from a model; `called` may be its compiled wrapper."""
     module, world = inner(model), order.world
     if not order.ordering.policy.needs_rows:
         # Nothing is read off the model but that a backward has happened.
-        return CountingTransport(module, order)
+        return CountingTransport(order, RowSource(module))
     if isinstance(settings, BatchRows) and isinstance(model, DDP) and world.size > 1:
         return CoordinatedHook(model, order, world)
     if isinstance(settings, BatchRows) and world.size > 1 and fsdp_modules(model):
@@ -348,3 +349,89 @@ def _make_transport(
     device, size = next(module.parameters()).device, FlatSpec.of(module).size
     scatters = scatters_columns(row_length(settings, size), size, world.size)
     return GatheringTransport(source, order, world, device, size if scatters else None)
+
+
+def _check_order(order: OrderedSampler, averaging: World | None) -> None:
+    """Raise if a sampler has other ranks than this process or the model, or is attached.
+
+    Args:
+        order: The sampler; one that has a group gets that of the model.
+        averaging: The ranks over which DDP or FSDP averages gradients; None without either.
+    """
+    here = World.detect()
+    # A sampler made before init_process_group() detects one rank and would hand out all the data.
+    if order.world.group is None and (order.world.rank, order.world.size) != (here.rank, here.size):
+        raise ValueError(
+            f"order was made for {order.world}, but this process is {here}: create the "
+            "sampler after init_process_group()"
+        )
+    if averaging is not None:
+        if order.world.ranks() != averaging.ranks():
+            raise ValueError(
+                f"order was made for ranks {order.world.ranks()}, but the model averages gradients "
+                f"over ranks {averaging.ranks()}: create the sampler with world=gh.World(rank, "
+                "size, group) of the model's process group"
+            )
+        if order.world.group is not None:
+            order.world = averaging
+    if order.attached:
+        gc.collect()  # a model that was dropped without detach() lets go only then
+    if order.attached:
+        raise ValueError(
+            "order is attached already: call detach() of the herd that attach() returned for it, "
+            "or make a new OrderedSampler"
+        )
+
+
+def _plan_rows(
+    model: nn.Module,
+    order: OrderedSampler,
+    rows: str | RowSettings,
+    sparsifies: bool,
+    worlds: ShardedWorlds | None,
+) -> RowSettings:
+    """Return how to read rows, or raise if this model cannot be used with this sampler."""
+    size, policy = FlatSpec.of(model).size, order.ordering.policy
+    if worlds is not None:
+        free = worlds.shares_reduce_scatter(order.world) and size < WHOLE_ROWS_BELOW
+    else:
+        free = isinstance(model, DDP) and hook_is_free(model)
+    free = free and not sparsifies
+    settings, why = resolve_rows(rows, order.unit, order.batch_size), "as asked"
+    if isinstance(settings, BatchRows) and not free:
+        if isinstance(model, DDP) and order.world.size > 1:
+            raise ValueError(
+                "rows='batch' needs the communication hook of DDP, and there is one already: use "
+                "'sketch', or attach first and without a sparsifier"
+            )
+        if worlds is not None and policy.needs_rows and sparsifies:
+            raise ValueError(
+                "rows='batch' would exchange whole gradients beside the sparse ones: use 'sketch'"
+            )
+    if settings is None:
+        settings, why = choose_rows(
+            needs_rows=policy.needs_rows,
+            whole_batches=order.unit == order.batch_size,
+            free=order.world.size == 1 or free,
+            size=size,
+            on_gpu=next(model.parameters()).is_cuda,
+            workers=order.world.size,
+        )
+        if isinstance(settings, ExactRows) and policy.needs_rows and order.unit < order.batch_size:
+            why = f"{why}; {describe(inner(model))}"
+    if order.world.size == 1:  # else sums may be sharded, and the first rows are compared
+        length = row_length(settings, size)
+        check_row_length(order.ordering.state_dict(), order.ordering.columns, length)
+    log.info("ordering %s by %s: %s", policy, settings, why)
+    return settings
+
+
+def check_device(model: nn.Module, world: World) -> None:
+    """Refuse a process group that cannot exchange the model's gradients."""
+    for device in {p.device for p in model.parameters()}:
+        if not world.exchanges(device):
+            raise ValueError(
+                f"model is on {'a GPU' if device.type == 'cuda' else device}, but the process "
+                f"group's backend for it is {world.backend(device) or 'none'!r}, which does not "
+                "exchange such tensors: use nccl for a GPU, gloo for the CPU"
+            )

@@ -77,12 +77,7 @@ class BucketHook(ABC):
     does it by itself, beside the others."""
 
     def __init__(self, ddp: DDP, world: World) -> None:
-        """Register with DDP, whose one hook must still be free.
-
-        Args:
-            ddp: The model.
-            world: The ranks that exchange.
-        """
+        """Register with DDP, whose one hook must still be free; `world` are its ranks."""
         self.world = world
         self.total_bytes = 0
         """Bytes that this rank has sent for gradients so far."""
@@ -120,14 +115,7 @@ class BucketHook(ABC):
         """Overwrite all buckets of a backward with the gradient for the optimizer."""
 
     def on_bucket(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Collect a bucket.
-
-        Args:
-            bucket: A bucket of the backward that is running; its buffer is flat.
-
-        Returns:
-            A future of the bucket's buffer. It completes when the last bucket is exchanged.
-        """
+        """Collect a bucket; the future of its buffer completes when the last one is exchanged."""
         done: Future[Tensor]
         with self.stopwatch:
             if not self.collects():
@@ -135,21 +123,18 @@ class BucketHook(ABC):
             # A backward that raised may have left some.
             if bucket.index() == 0:
                 self.discard()
-            flat = bucket.buffer()
-            if flat.is_sparse and self.passes_sparse:
+            if bucket.buffer().is_sparse and self.passes_sparse:
                 done = self.average(bucket)
-                self._finish(bucket.is_last())
-                return done
-            self._collected.append(bucket)
-            done = self.add(bucket) or _pending(flat)
-            self._futures.append(done)
-            self._finish(bucket.is_last())
+            else:
+                self._collected.append(bucket)
+                done = self.add(bucket) or _pending(bucket.buffer())
+                self._futures.append(done)
+            if bucket.is_last() and self._collected:
+                self._finish()
             return done
 
-    def _finish(self, is_last: bool) -> None:
-        """Exchange what was collected, if no bucket will follow."""
-        if not is_last or not self._collected:
-            return
+    def _finish(self) -> None:
+        """Exchange what was collected."""
         # Emptied first: if the exchange raises, the next backward starts clean.
         collected, self._collected = self._collected, []
         futures, self._futures = self._futures, []

@@ -3,7 +3,7 @@
 An all-to-all gives this rank its slice of every worker's gradient. Their mean is what averaging
 wants, and the slices go to the sampler, which signs them in a thread. `SlicedTransport` is what DDP
 and FSDP2 have in common; `CoordinatedHook` works in DDP's communication hook, and
-`fsdp_coordination` in FSDP's reduce-scatter. Under DDP, what overlaps with what:
+`ShardedCoordination` in FSDP's reduce-scatter. Under DDP, what overlaps with what:
 
 * The all-to-all of a bucket starts when DDP hands the bucket out, and overlaps with the rest of the
   backward. The mean is computed and gathered after the last bucket; the backward waits for that.
@@ -12,9 +12,13 @@ and FSDP2 have in common; `CoordinatedHook` works in DDP's communication hook, a
 * Signs are computed in a thread, from when the batch is fed back (at the optimizer's step or the
   next forward) until the next batch is: beside the step and the next forward and backward.
 
-If what is averaged does not hold the gradient of this backward alone (under `no_sync`, or if
-gradients were not cleared), the gradient is exchanged separately when the batch is fed back, and
-training waits.
+FSDP reduces gradients by a reduce-scatter. Here it is an all-to-all, for the bytes of a ring
+reduce-scatter: the mean of the slices is the shard of the gradient that FSDP wants.
+
+If what is averaged does not hold the gradient of this backward alone (under `no_sync` or
+`set_requires_gradient_sync(False)`, if gradients were not cleared, or with replicas, where a
+reduce-scatter sees some workers only), the gradient is exchanged separately when the batch is fed
+back, and training waits.
 
 Shapes: R ranks, C columns of this rank over all parameters.
 """
@@ -24,6 +28,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -32,14 +37,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.comm.background_thread import BackgroundThread
+from gradherd.comm.collectives import all_to_all
 from gradherd.comm.script import run
-from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS, Columns, SlicedMean
+from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS, Columns, SlicedMean, mean_of_rows
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec
 from gradherd.hooks.bucket_hook import BucketHook
-from gradherd.hooks.layouts import BucketSpan, ColumnLayout
-from gradherd.hooks.parameter_hooks import ParameterHooks
+from gradherd.hooks.fsdp_torch import ShardedGroup, ShardedParameter, sharded_groups
+from gradherd.hooks.layouts import BucketSpan, ColumnLayout, ShardSpan
+from gradherd.hooks.row_sources import RowSource
 from gradherd.hooks.torch_names import copy_all
 from gradherd.hooks.transports import RankTransport
 from gradherd.ordering.batches import BatchClaim
@@ -64,14 +71,9 @@ class SlicedTransport(RankTransport):
     """Time spent in that exchange."""
 
     def __init__(self, model: nn.Module, sampler: OrderedSampler, world: World) -> None:
-        """Hook into the parameters. All ranks must do so at the same point.
-
-        Args:
-            model: The model, without DDP.
-            sampler: The sampler that learns.
-            world: The ranks that train.
-        """
-        super().__init__(sampler, world, FlatSpec.of(model), next(model.parameters()).device)
+        """Hook into a model, without DDP. All ranks must do so at the same point."""
+        source, device = RowSource(model, self._arrived), next(model.parameters()).device
+        super().__init__(sampler, source, world, FlatSpec.of(model), device)
         self._thread = BackgroundThread("gradherd-signs")
         self._sign_bytes = 0
         # CPU time of the thread: its wall time is mostly spent waiting for the training loop.
@@ -81,16 +83,11 @@ class SlicedTransport(RankTransport):
         self._separate_bytes = 0
         self._decided = False
         self._shares = False  # whether averaging delivers the slices of this backward
-        self._hooks = ParameterHooks(model, self._arrived)
 
     @property
     def bytes(self) -> int:
         """Bytes that this rank has sent for ordering alone."""
         return self._separate_bytes + self._sign_bytes
-
-    def on_backward(self, began: Callable[[], None]) -> None:
-        """Call `began` before the first gradient of each backward."""
-        self._hooks.before_first = began
 
     @abstractmethod
     def _comes_alone(self) -> bool:
@@ -192,7 +189,6 @@ class SlicedTransport(RankTransport):
 
     def close(self) -> None:
         """Remove the hooks, stop the thread and close its group."""
-        self._hooks.remove()
         self._thread.close()
         super().close()
 
@@ -204,14 +200,7 @@ class CoordinatedHook(SlicedTransport, BucketHook):
     """
 
     def __init__(self, ddp: DDP, sampler: OrderedSampler, world: World) -> None:
-        """Register with DDP. All ranks must do so at the same point.
-
-        Args:
-            ddp: The model.
-            sampler: The sampler that learns.
-            world: The ranks that train.
-        """
-        BucketHook.__init__(self, ddp, world)
+        """Register with DDP. All ranks must do so at the same point."""
         SlicedTransport.__init__(self, ddp.module, sampler, world)
         # Weak: DDP holds its hook out of the garbage collector's sight, and would never be freed.
         self._ddp = weakref.ref(ddp)
@@ -230,6 +219,7 @@ class CoordinatedHook(SlicedTransport, BucketHook):
         self._pieces: tuple[list[Tensor], list[Tensor]] = ([], [])  # of one vector, of the buckets
         self._mean = SlicedMean(world)
         self._rows: Columns | None = None  # of a backward that came with its buckets
+        BucketHook.__init__(self, ddp, world)  # last: if something above fails, DDP is as it was
 
     def _one_bucket_layout(self) -> ColumnLayout:
         spec = self._spec
@@ -338,3 +328,132 @@ class CoordinatedHook(SlicedTransport, BucketHook):
         """Leave DDP, remove the hooks, stop the thread and close its group."""
         BucketHook.close(self)
         SlicedTransport.close(self)
+
+
+class SlicingReduceScatter:
+    """A reduce-scatter for FSDP that keeps this rank's slice of every rank's gradient."""
+
+    def __init__(self, owner: "ShardedCoordination", group: ShardedGroup, before: Any) -> None:
+        self._owner, self._group, self._before = owner, group, before
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Allocate memory as torch does."""
+        memory: Tensor = self._before.allocate(*args, **kwargs)
+        return memory
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Write this rank's part of the reduced (N,) input to the (N / R,) output."""
+        world = World(dist.get_rank(group), dist.get_world_size(group), group)
+        with self._owner.stopwatch:
+            # FSDP lays out its input rank by rank, so row r is what rank r is to receive.
+            block, sent = all_to_all(input_tensor.view(world.size, -1), world)
+            # Rows are added in float32 or better, whatever the dtype of the reduction.
+            mean_of_rows(block, output_tensor, share=self._group.share(op))
+        self._owner.total_bytes += sent
+        self._owner.keep(self._group, block)
+
+
+class ShardedCoordination(SlicedTransport):
+    """Lets FSDP average its gradients, and the sampler learn from whole batches of all workers."""
+
+    def __init__(self, model: nn.Module, sampler: OrderedSampler, world: World) -> None:
+        """Hook into a sharded model's groups. All ranks must do so at the same point."""
+        super().__init__(model, sampler, world)
+        self._groups = [group for group in sharded_groups(model) if group.parameters]
+        self._replaces = all(one.shares_reduce_scatter(world) for one in self._groups)
+        spans = tuple(
+            # Without the reduce-scatter any cut would do; a flat one pads least.
+            ShardSpan(p.name, *((p.shape, p.dim) if self._replaces else ((p.numel,), 0)))
+            for group in self._groups
+            for p in group.parameters
+        )
+        self.layout, widths = ColumnLayout(spans), [span.width(world.size) for span in spans]
+        ends = list(accumulate(widths))
+        self._columns = {
+            span.name: slice(end - width, end)
+            for span, end, width in zip(spans, ends, widths, strict=True)
+        }
+        self.total_bytes, self.stopwatch = 0, Stopwatch()
+        self._blocks: list[tuple[Sequence[ShardedParameter], Tensor, float]] = []
+        self._rows: Tensor | None = None  # (R, C) of the batch that is being signed
+        self._handles: list[Any] = []
+        for group in self._groups if self._replaces else []:
+            self._handles.append(group.note_present())
+            self._handles.append(
+                group.set_reduce_scatter(partial(SlicingReduceScatter, self, group))
+            )
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a gradient has arrived that was not fed back yet."""
+        return bool(self._blocks or self._separate)
+
+    def _comes_alone(self) -> bool:
+        # What waits at the first gradient of a backward is of earlier ones.
+        alone = all(group.reduces and not group.accumulates for group in self._groups)
+        return self._replaces and alone
+
+    def keep(self, group: ShardedGroup, block: Tensor) -> None:
+        """Keep the (R, n) slices of one reduce-scatter until the batch is fed back."""
+        if self._decided and self._shares:
+            # What FSDP has divided by before the reduction (half precision) is multiplied back:
+            # rows are plain gradients.
+            factor, _ = group.divide_factors(block.dtype)
+            self._blocks.append((group.noted, block, factor))
+
+    def _take_slices(self) -> tuple[Columns, Release]:
+        """Return the (R, C) columns of all groups; zero where a parameter had no gradient."""
+        size, (blocks, self._blocks) = self.world.size, (self._blocks, [])
+        assert blocks, "every backward that coordinates ends with a reduce-scatter"
+        wide = torch.promote_types(blocks[0][1].dtype, torch.float32)
+        self._thread.wait()  # for the batch before, which is in the same memory
+        rows = self._rows
+        if rows is None or rows.dtype != wide:
+            device = blocks[0][1].device
+            rows = torch.empty(size, self.layout.width(size), dtype=wide, device=device)
+        self._rows = rows
+        # Parameters without a gradient in this batch are in no block.
+        rows.zero_()
+        for present, block, factor in blocks:
+            at = 0
+            for parameter in present:
+                width = parameter.padded_numel(size)
+                if parameter.name in self._columns:  # else it was frozen when this was attached
+                    own = rows[:, self._columns[parameter.name]]
+                    own.add_(block[:, at : at + width], alpha=factor)
+                at += width
+        return (rows,), self._refill
+
+    def _refill(self, instead: Tensor | None) -> None:
+        # The memory of the slices is filled again when the batch was signed, if it is not kept.
+        self._rows = self._rows if instead is None else instead
+
+    def _exchange_separately(self, grads: dict[str, Tensor]) -> tuple[Columns, Release, int]:
+        # Whole gradients: FSDP has not reduced them, or has reduced them together with earlier
+        # ones.
+        rows, sent = all_to_all(self.layout.cut(grads, self.world.size), self.world)
+        return (rows.to(torch.promote_types(rows.dtype, torch.float32)),), _nothing, sent
+
+    def _drop_slices(self) -> None:
+        self._blocks = []
+
+    def metrics(self) -> dict[str, Any]:
+        """Return what reducing gradients has cost, where ordering shares that exchange."""
+        return super().metrics() if self._replaces else {}
+
+    def close(self) -> None:
+        """Remove the hooks, stop the thread and close its group."""
+        for handle in self._handles:
+            handle.remove()
+        super().close()
+
+
+def _nothing(instead: Tensor | None) -> None:
+    """Stand for a release of memory that is used once."""

@@ -1,9 +1,9 @@
 """What exchanges something of a model between its ranks: the base of all such exchanges.
 
 An exchange has a flat vector for all parameters of its model, and a `Worker` that keeps what was
-not sent. Gradients of DDP (`sparse_hook`), gradients of FSDP's replicas (`fsdp_sparse`) and
-differences of local steps (`local_steps`) come to it in different ways; metrics, checks and saved
-states are the same for all, and written here.
+not sent. Gradients of DDP and of FSDP's replicas (`sparse_hook`) and differences of local steps
+(`local_steps`) come to it in different ways; metrics, checks and saved states are the same for all,
+and written here.
 
 Shapes: D elements of all parameters in the flat vector; of a sharded model, of this rank's shards.
 """
@@ -94,7 +94,6 @@ class ModelExchange:
 
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of the last exchange, and totals so far."""
-        self._complete()
         return self.last_step() | {
             "residual_norm": float(torch.linalg.vector_norm(self._worker.feedback.residual)),
             **self._counts(),
@@ -103,9 +102,6 @@ class ModelExchange:
             "total_bytes": self.total_bytes,
             "exchange_seconds": self.stopwatch.seconds,
         }
-
-    def _complete(self) -> None:
-        """Wait for what runs beside the training loop: the worker is to be read."""
 
     def _counts(self) -> dict[str, int]:
         return {"steps": self._worker.step}
@@ -135,7 +131,6 @@ class ModelExchange:
 
     def vectors(self) -> dict[str, dict[str, Tensor]]:
         """Return copies of what is kept between steps, by parameter."""
-        self._complete()
         vectors = self._vectors()
         if (lost := self._worker.owner_errors()) is not None:
             vectors["owner_error"] = lost
@@ -155,8 +150,7 @@ class ModelExchange:
         return state
 
     def _own_state(self) -> dict[str, Any]:
-        vectors = self.vectors()  # first: it waits for what is under way
-        return self._worker.state_dict() | vectors
+        return self._worker.state_dict() | self.vectors()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Check that a state is of this model and these settings, and of this rank or merged.
@@ -189,7 +183,6 @@ class ModelExchange:
             ValueError: The state is of another model, method or rank.
         """
         self.check_state(state)  # before anything changes
-        self._complete()
         self._load(state)
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -264,10 +257,6 @@ class GradientExchange(ModelExchange):
         """
         spans = self.layout.slices.items()
         return [(span.start, span.stop) for name, span in spans if name not in used]
-
-    def _keep(self, outcome: Outcome, written: Tensor, used: set[str]) -> None:
-        """Keep what was not sent, and what the dtype of gradients could not hold of the mean."""
-        self._worker.commit(outcome, written=written, excluded=self._spans_without(used))
 
 
 class ShardedExchange(ModelExchange):

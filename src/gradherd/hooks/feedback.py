@@ -9,22 +9,19 @@ first.
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import Optimizer
 
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.flat import FlatSpec
-from gradherd.hooks.parameter_usage import remove_after
+from gradherd.hooks.parameter_hooks import watch_steps
 from gradherd.hooks.row_stats import RowFigures
 from gradherd.hooks.state import check_row_length
 from gradherd.hooks.transports import CountingTransport, GatheringTransport, RowTransport
@@ -68,15 +65,7 @@ class OrderFeedback(Feeder):
         rows: RowSettings,
         scaler: GradScaler | None,
     ) -> None:
-        """Hook into the model, every optimizer and the sampler.
-
-        Args:
-            model: The model, in DDP or not.
-            sampler: The sampler that learns.
-            transport: Takes rows to the sampler.
-            rows: How rows are read, for the metrics.
-            scaler: The GradScaler of the loop, if there is one.
-        """
+        """Hook into the model (in DDP or not), every optimizer and the sampler."""
         self.sampler = sampler
         self.rows = rows
         self._transport = transport
@@ -99,14 +88,11 @@ class OrderFeedback(Feeder):
         hook = UncopiedHook(self._before_forward, do_nothing if quiet else None)
         self._handles = [
             model.register_forward_pre_hook(hook),
-            register_optimizer_step_pre_hook(_around_step_of(model, self)),
-            # A closure (Lightning, L-BFGS) runs its backward inside the step, after the hook above.
-            register_optimizer_step_post_hook(_around_step_of(model, self)),
+            # A closure (Lightning, L-BFGS) runs its backward inside the step, so also after it.
+            *watch_steps(model, self, OrderFeedback.around_step, after=True),
         ]
-        # A model that is dropped without detach() leaves optimizers free, too.
-        remove_after(self, self._handles[1:])
         sampler.fed_by(self)
-        transport.on_backward(self.before_backward)
+        transport.source.on_backward(self.before_backward)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
@@ -138,12 +124,12 @@ class OrderFeedback(Feeder):
             self._feed_back()
         self._take_ticket()
 
-    def around_step(self) -> None:
-        """Feed back what is waiting before the optimizer steps, or from inside its step."""
+    def around_step(self, optimizer: Optimizer) -> None:
+        """Feed back what is waiting before an optimizer steps, or from inside its step."""
         if current_backward() >= 0:
             # An optimizer for each parameter, stepped when its gradient is in: the rest of the
             # batch is yet to come. It is fed back before the next forward.
-            self._transport.stepped_in_backward()
+            self._transport.source.stepped_in_backward()
             return
         self._feed_back()
 
@@ -327,18 +313,3 @@ def check_same_orders(sampler: OrderedSampler, device: torch.device) -> None:
     version = torch.tensor(int(sampler.ordering.version, 16) - 2**63, device=device)
     versions = all_gather(version, sampler.world).value.tolist()
     check_same_version(versions, sampler.ordering.epoch)
-
-
-def _around_step_of(model: nn.Module, feedback: OrderFeedback) -> Callable[[Any, Any, Any], None]:
-    """Return a hook for all optimizers that acts when one of this model's parameters changes.
-
-    The hook is global, so it must not keep the model alive.
-    """
-    alive, parameters = weakref.ref(feedback), {id(p) for p in model.parameters()}
-
-    def around_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        target, groups = alive(), optimizer.param_groups
-        if target is not None and any(id(p) in parameters for g in groups for p in g["params"]):
-            target.around_step()
-
-    return around_step

@@ -10,12 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from gradherd.comm.world import World
 from gradherd.hooks import fsdp_torch
-from gradherd.hooks.fsdp_coordination import shares_reduce_scatter
-from gradherd.hooks.fsdp_torch import (
-    ShardedGroup,
-    fsdp_modules,
-    sharded_groups,
-)
+from gradherd.hooks.fsdp_torch import ShardedGroup, fsdp_modules, sharded_groups
 from gradherd.hooks.torch_names import PRIVATE_NAMES
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.torch_names import missing_names
@@ -23,27 +18,6 @@ from gradherd.rows.torch_names import missing_names
 WHOLE_ROWS_BELOW = 2**28
 """Parameters up to which rows="auto" takes whole gradients: they fill three vectors of this length
 on every rank, which a model that does not fit one card may not have."""
-
-
-def is_fsdp1(module: nn.Module) -> bool:
-    """Return whether a module is wrapped by the first FSDP, FullyShardedDataParallel."""
-    # Not imported here: that takes seconds, and a model cannot be of a class nobody has imported.
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
-
-
-def check_torch(model: nn.Module) -> None:
-    """Raise ValueError if this version of torch lacks what gradherd uses."""
-    if missing := missing_names(PRIVATE_NAMES):
-        raise ValueError(
-            f"torch {torch.__version__} has no {', '.join(missing)}, which gradherd needs: use a "
-            "version that its metadata names"
-        )
-    if missing := fsdp_torch.missing_names(model):
-        raise ValueError(
-            f"torch {torch.__version__} has no {', '.join(missing)}, which gradherd needs for "
-            "fully_shard: use a version that docs/sharded.md lists, or DistributedDataParallel"
-        )
 
 
 def check_parameters(model: nn.Module) -> None:
@@ -66,22 +40,34 @@ def check_parameters(model: nn.Module) -> None:
 
 
 def check_sharding(model: nn.Module) -> None:
-    """Refuse sharded models whose gradients cannot be read.
+    """Refuse sharded models whose gradients cannot be read, and versions of torch that lack names.
 
     Raises:
         ValueError: It is one; the message says what to do.
     """
+    # Not imported here: that takes seconds, and a model cannot be of a class nobody has imported.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
     for path, module in model.named_modules():
-        if is_fsdp1(module):
+        if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
             raise ValueError(
                 f"{f'module {path!r}' if path else 'model'} is wrapped in "
                 "FullyShardedDataParallel, which reduces gradients before they can be read: use "
                 "torch.distributed.fsdp.fully_shard, or DistributedDataParallel"
             )
-    check_torch(model)
-    _check_groups(model, sharded_groups(model))
+    if missing := missing_names(PRIVATE_NAMES):
+        raise ValueError(
+            f"torch {torch.__version__} has no {', '.join(missing)}, which gradherd needs: use a "
+            "version that its metadata names"
+        )
+    if missing := fsdp_torch.missing_names(model):
+        raise ValueError(
+            f"torch {torch.__version__} has no {', '.join(missing)}, which gradherd needs for "
+            "fully_shard: use a version that docs/sharded.md lists, or DistributedDataParallel"
+        )
+    groups = sharded_groups(model)
+    _check_groups(groups)
     tensor = sys.modules.get("torch.distributed.tensor")
-    sharded = {name for g in sharded_groups(model) for name in (p.name for p in g.parameters)}
+    sharded = {parameter.name for group in groups for parameter in group.parameters}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad or name in sharded:
             continue
@@ -98,7 +84,7 @@ def check_sharding(model: nn.Module) -> None:
             )
 
 
-def _check_groups(model: nn.Module, groups: list[ShardedGroup]) -> None:
+def _check_groups(groups: list[ShardedGroup]) -> None:
     ranks = None
     for group in groups:
         where = f"module {group.path!r}" if group.path else "the model"
@@ -128,15 +114,7 @@ class ShardedWorlds:
     """Between which ranks a sharded model's gradients are averaged, and how."""
 
     def __init__(self, model: nn.Module, mesh: Any = None) -> None:
-        """Find the ranks.
-
-        Args:
-            model: A model that `fully_shard` was called on.
-            mesh: The mesh that was given to `attach`, if gradherd averages over its replicas.
-
-        Raises:
-            ValueError: The mesh does not fit the model.
-        """
+        """Find the ranks of a sharded model, and of its replicas in the mesh given to `attach`."""
         self.groups = [group for group in sharded_groups(model) if group.parameters]
         self.shard = self.groups[0].shard_world
         """The ranks that hold one copy of the model."""
@@ -175,16 +153,10 @@ class ShardedWorlds:
 
     def shares_reduce_scatter(self, world: World) -> bool:
         """Return whether ordering whole batches costs no bytes of its own."""
-        return not self._foreign and shares_reduce_scatter(self.groups, world)
+        return not self._foreign and all(one.shares_reduce_scatter(world) for one in self.groups)
 
     def check_exchange(self, model: nn.Module, mesh: Any, what: str) -> None:
-        """Raise ValueError unless gradherd can exchange something between replicas.
-
-        Args:
-            model: The sharded model.
-            mesh: What was given to `attach`.
-            what: The argument of `attach`: "sparsify" or "local".
-        """
+        """Raise ValueError unless replicas can exchange `what`: "sparsify" or "local"."""
         how = "call fully_shard(model, mesh=mesh['shard']) and attach(..., mesh=mesh)"
         if self.native.size > 1 or self.groups[0].mesh_dims > 1:
             raise ValueError(
@@ -198,7 +170,7 @@ class ShardedWorlds:
             )
         if self._foreign:
             raise ValueError(f"{what} needs the all-reduce hook of FSDP, and there is one already")
-        if not fsdp_modules(model) or fsdp_modules(model)[0][0]:
+        if fsdp_modules(model)[0][0]:
             raise ValueError(f"{what} needs fully_shard(model) on the whole model, too")
 
 

@@ -80,6 +80,8 @@ class ShardedParameter:
         """Shape of the whole parameter."""
         self.dim: int = next((p.dim for p in sharded.placements if p.is_shard()), 0)
         """Dimension that it is sharded along."""
+        self.numel = math.prod(self.shape)
+        """Elements of the whole parameter."""
 
     @property
     def sharded(self) -> Any:
@@ -173,7 +175,7 @@ class ShardedGroup:
         def note() -> None:
             self.noted = self._present()
 
-        return self.before_reduce(note)
+        return self._watch().before_reduce(note)
 
     def _present(self) -> list[ShardedParameter]:
         """Return the parameters that the next reduce-scatter contains; new ones have no name."""
@@ -212,10 +214,12 @@ class ShardedGroup:
         # PREMUL_SUM holds its factor where Python cannot read it: torch made it from this one.
         return 1 / float(self._group.gradient_divide_factor)
 
-    def has_own_reduce_scatter(self) -> bool:
-        """Return whether there is a reduce-scatter of the user's, or none at all (torch 2.8)."""
+    def shares_reduce_scatter(self, world: World) -> bool:
+        """Return whether its reduce-scatter is between all these ranks and may be replaced."""
+        # There may be one of the user's, or none at all (torch 2.8).
         scatter = getattr(self._group, "_reduce_scatter_comm", None)
-        return not type(scatter).__name__.startswith("Default")
+        among_all = self.shard_world.ranks() == world.ranks() and self.replicate_world.size == 1
+        return world.size > 1 and among_all and type(scatter).__name__.startswith("Default")
 
     def set_reduce_scatter(self, make: Callable[[Any], Any]) -> Handle:
         """Replace the reduce-scatter by `make(before)`."""
@@ -235,10 +239,6 @@ class ShardedGroup:
     def on_gradient(self, parameter: ShardedParameter, hook: GradientHook) -> Handle:
         """Call `hook` with each gradient of the whole parameter, before it is accumulated."""
         return self._watch().on_gradient(parameter._handle, hook)
-
-    def before_reduce(self, hook: Callable[[], None]) -> Handle:
-        """Call `hook` when all gradients of the group have arrived, before they are reduced."""
-        return self._watch().before_reduce(hook)
 
     def _watch(self) -> "GroupWatch":
         # Kept on torch's own object: it lives as long as the group, and a second herd finds it.

@@ -11,12 +11,17 @@ from torch import Tensor, nn
 
 from gradherd.comm.checks import check_state
 from gradherd.comm.world import World
-from gradherd.hooks.checkpoint import HerdState, ShardedHerdState
 from gradherd.hooks.exchange import ModelExchange, ShardedExchange
 from gradherd.hooks.feedback import OrderFeedback, attached_models, inner
 from gradherd.hooks.local_steps import LocalExchange
 from gradherd.hooks.row_stats import RowStats
-from gradherd.hooks.state import NOT_FOR_DCP, RefuseDCP, part_of_rank
+from gradherd.hooks.state import (
+    NOT_FOR_DCP,
+    HerdState,
+    RefuseDCP,
+    ShardedHerdState,
+    part_of_rank,
+)
 from gradherd.ordering.batches import FollowedLoader
 from gradherd.ordering.sampler import OrderedSampler
 
@@ -342,9 +347,10 @@ class Herd:
         self._detached = True
         if (model := self._model()) is not None:
             attached_models.discard(model)
-        if self._feedback is not None:
-            # Ordering first: it may still need a collective, while the sparse hook has none at its
-            # end.
-            self._feedback.detach()
-        if self._exchange is not None:
-            self._exchange.close()
+        try:
+            # Ordering first: it may still need a collective, while an exchange has none at its end.
+            if self._feedback is not None:
+                self._feedback.detach()
+        finally:
+            if self._exchange is not None:
+                self._exchange.close()

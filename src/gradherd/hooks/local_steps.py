@@ -1,55 +1,39 @@
 """Local steps: a hook of the optimizer counts, and every H-th step exchanges.
 
 The exchange is that of gradients (`sparsify.worker`), with the difference between shared and own
-weights in the place of the gradient. Then every rank takes over the new shared weights. With
-`overlap` the exchange runs in a thread, and what a rank has learned meanwhile is added to them.
+weights in the place of the gradient. Then every rank takes over the new shared weights. Of a
+sharded module (FSDP2) the vectors hold this rank's shards.
 
-Shapes: D elements of all parameters in the flat vector.
+Shapes: D elements of all trainable parameters, B of all floating-point buffers.
 """
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
-from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.checks import TrainingDiverged
+from gradherd.comm.collectives import broadcast
 from gradherd.comm.script import run
 from gradherd.comm.world import World
-from gradherd.flat import local_shard
+from gradherd.flat import FlatSpec, exchangeable, local_shard, plain_name, wide_dtype
 from gradherd.hooks.bucket_hook import BucketHook, world_of
 from gradherd.hooks.exchange import ModelExchange, ShardedExchange
-from gradherd.hooks.flat_weights import FlatWeights
 from gradherd.hooks.fsdp_checks import ShardedWorlds
-from gradherd.sparsify.local import (
-    LocalOutcome,
-    LocalSteps,
-    OuterOptimizer,
-    exchange_script,
-)
+from gradherd.hooks.fsdp_torch import fsdp_modules
+from gradherd.hooks.torch_names import copy_all
+from gradherd.sparsify.local import LocalOutcome, LocalSteps, OuterOptimizer, exchange_script
 
 log = logging.getLogger("gradherd")
 # A rank whose optimizer holds NaN breaks every exchange: end such a run instead of going on.
 MAX_CALLED_OFF = 3
 """Exchanges in a row that may be called off."""
-
-
-@dataclass
-class _Arrival:
-    """The result of an exchange that was not applied yet."""
-
-    mean: Tensor | None
-    """(D,) mean difference of all ranks; None if the exchange was called off."""
-    buffers: Tensor | None
-    metrics: dict[str, Any]
 
 
 class OwnGradients(BucketHook):
@@ -59,24 +43,12 @@ class OwnGradients(BucketHook):
     """
 
     def __init__(self, ddp: DDP) -> None:
-        """Take DDP's hook, which must be free."""
         super().__init__(ddp, world_of(ddp))
         self._ddp, self._broadcasts = ddp, ddp.broadcast_buffers
         ddp.broadcast_buffers = False  # rank 0's at every forward; LocalSteps averages them
 
-    def collects(self) -> bool:
-        """Return that no bucket is exchanged."""
-        return False
-
-    def average(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Return a bucket as it is."""
-        flat = bucket.buffer()
-        done: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else None)
-        done.set_result(flat)
-        return done
-
     def exchange(self, buckets: Sequence[dist.GradBucket]) -> None:
-        """Do nothing: no bucket is collected."""
+        """Leave all buckets as they are."""
 
     def close(self) -> None:
         """Leave DDP, which averages by itself from now on."""
@@ -113,24 +85,18 @@ class LocalExchange(ModelExchange):
         model = model if ddp is None else ddp.module
         self._optimizer = optimizer
         device = next(p for p in model.parameters() if p.requires_grad).device
-        # The loop's own group would mix up the collectives of a thread with those of the loop; the
-        # thread's group is gloo's, which takes tensors on the CPU, and so may be the loop's.
-        if settings.overlap or not peers.exchanges(device):
+        if not peers.exchanges(device):
             device = torch.device("cpu")
         self._settings = settings
         self._weights = FlatWeights(
             model, settings.dense_below, device, with_buffers=settings.buffers == "mean"
         )
         super().__init__(self._weights.parameters, settings.sent, world, peers, device)
-        self._channel = peers.side_channel() if settings.overlap else peers
-        self._thread = BackgroundThread("gradherd-local-steps") if settings.overlap else None
-        self._weights.broadcast(self._channel)
+        self._weights.broadcast(peers)
         self._outer = OuterOptimizer(settings, self._weights.read())
-        self._taken = 0  # steps since the last exchange began
+        self._taken = 0  # steps since the last exchange
         self._steps = 0  # steps since the run began
         self._called_off = 0  # exchanges in a row
-        self._snapshot: Tensor | None = None  # own weights when the running exchange began
-        self._arrival: _Arrival | None = None
         self._loaded: dict[str, Tensor] | None = None  # what a state has just set
         # Last: if something above fails, DDP still averages.
         self._ddp_hook = None if ddp is None else OwnGradients(ddp)
@@ -182,48 +148,49 @@ class LocalExchange(ModelExchange):
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._taken += 1
         self._steps += 1
-        with self.stopwatch:
-            if self._snapshot is not None and self._taken >= self._settings.steps_until_applied:
-                self._apply()
-            if self._taken >= self._settings.every:
-                self._begin(forced=False)
-                if not self._settings.overlap:
-                    self._apply()
+        if self._taken >= self._settings.every:
+            self._exchange(forced=False)
 
     def sync(self) -> None:
         """Exchange now, also within a phase; afterwards all ranks have equal weights."""
+        if self._taken or self._called_off:
+            self._exchange(forced=True)
+
+    @torch.no_grad()
+    def _exchange(self, *, forced: bool) -> None:
+        """Exchange what the steps of a phase have changed, and take over the shared weights."""
         with self.stopwatch:
-            if self._snapshot is not None:
-                self._apply()
-            if self._taken or self._called_off:
-                self._begin(forced=True)
-                self._apply()
+            self._weights.check_trainable()
+            shared, own = self._weights.rounded(self._outer.shared), self._weights.read()
+            self._worker.set_unit(1.0)
+            self._worker.add(0, torch.sub(shared, own, out=own))
+            result, sent = self._run(torch.tensor([self._steps, int(forced)], device=own.device))
+            self._taken = 0  # not if the exchange has failed
+            outcome = result.outcome if self.all_shards_agree(result.outcome is not None) else None
+            self._worker.commit(outcome)
+            if outcome is None:
+                self._go_on_alone()
+                return
+            # Now, not before the next sum: an exchange that is called off must not decay it twice.
+            if self._settings.decay != 1:
+                self._worker.feedback.residual.mul_(self._settings.decay)
+            done = {"bytes": sent, "exchanges": self._worker.step}
+            self._metrics = outcome.metrics(self.layout.sparse) | done
+            self._called_off = 0
+            self._outer.step(outcome.whole_mean(self.layout.size))
+            self._weights.write(self._weights.rounded(self._outer.shared))
+            if result.buffers is not None:
+                self._weights.write_buffers(result.buffers)
 
-    def _begin(self, *, forced: bool) -> None:
-        """Start to exchange what the steps since the last exchange have changed."""
-        self._weights.check_trainable()
-        weights = self._weights.read()
-        worker, buffers = self._worker, self._weights.read_buffers()
-        worker.set_unit(1.0)
-        shared = self._weights.rounded(self._outer.shared)
-        # Without overlap nobody needs the weights again.
-        difference = torch.sub(shared, weights, out=None if self._settings.overlap else weights)
-        worker.add(0, difference)
-        at = torch.tensor([self._steps, int(forced)], device=self._weights.device)
-        if self._thread is None:
-            self._exchange(at, buffers)
-        else:
-            self._thread.submit(lambda: self._exchange(at, buffers))
-        self._taken, self._snapshot = 0, weights  # not if the exchange has failed
-
-    def _exchange(self, at: Tensor, buffers: Tensor | None) -> None:
-        """Run the exchange, here or in the thread, and keep its result until it is applied."""
+    def _run(self, at: Tensor) -> tuple[LocalOutcome, int]:
+        """Run the exchange; `at` is where this rank is, which must be the same on all ranks."""
+        script = exchange_script(self._worker, at, self._weights.read_buffers())
         try:
-            value, sent = run(exchange_script(self._worker, at, buffers), self._channel)
+            value, sent = run(script, self.peers)
         except RuntimeError as error:
             reason = getattr(error, "reason", " ".join(str(error).split()))
             raise RuntimeError(
-                f"the exchange after local step {int(at[0])} failed: a rank has died, or is later "
+                f"the exchange after local step {self._steps} failed: a rank has died, or is later "
                 f"than the process group's timeout of {self.world.timeout().total_seconds():g} s "
                 f"({reason})"
             ) from error
@@ -234,39 +201,7 @@ class LocalExchange(ModelExchange):
                 f"sync(): [steps, sync()] of each rank are {result.positions}"
             )
         self.total_bytes += sent
-        metrics: dict[str, Any] = {}
-        outcome = result.outcome if self.all_shards_agree(result.outcome is not None) else None
-        self._worker.commit(outcome)
-        mean = None
-        if outcome is not None:
-            metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
-            mean = outcome.whole_mean(self.layout.size)
-            # Now, not before the next sum: an exchange that is called off must not decay it twice.
-            if self._settings.decay != 1:
-                self._worker.feedback.residual.mul_(self._settings.decay)
-        self._arrival = _Arrival(mean, result.buffers, metrics)
-
-    @torch.no_grad()
-    def _apply(self) -> None:
-        """Wait for the exchange, move the shared weights and write them into the parameters."""
-        self._complete()
-        arrival, snapshot = self._arrival, self._snapshot
-        self._arrival = self._snapshot = None
-        assert arrival is not None and snapshot is not None
-        if arrival.mean is None:
-            self._go_on_alone()
-            return
-        self._metrics = arrival.metrics | {"exchanges": self._worker.step}
-        self._called_off = 0
-        self._outer.step(arrival.mean)
-        new = self._weights.rounded(self._outer.shared)
-        if self._settings.overlap:
-            # What this rank has learned since then; nothing right after `_begin`, so that `sync`
-            # leaves equal bits on all ranks.
-            new = new + (self._weights.read() - snapshot)
-        self._weights.write(new)
-        if arrival.buffers is not None:
-            self._weights.write_buffers(arrival.buffers)
+        return result, sent
 
     def _go_on_alone(self) -> None:
         """Leave the shared weights: some rank's difference was not finite."""
@@ -290,15 +225,6 @@ class LocalExchange(ModelExchange):
         """Return a context in which parameters are the shared weights."""
         return self._weights.replaced_by(self._outer.shared)
 
-    def _complete(self) -> None:
-        """Wait for the thread, which changes the residual."""
-        try:
-            if self._thread is not None:
-                self._thread.wait()
-        except RuntimeError:
-            self._snapshot = None  # Differences are taken to the shared weights: nothing is lost.
-            raise
-
     def _counts(self) -> dict[str, int]:
         return {"local_steps": self._steps, "exchanges": self._worker.step}
 
@@ -312,14 +238,12 @@ class LocalExchange(ModelExchange):
         vectors = super().vectors()
         if self._has_own_weights:
             vectors["weights"] = self.by_name(self._weights.read())
-        if self._snapshot is not None:
-            vectors["snapshot"] = self.by_name(self._snapshot)
         return vectors
 
     @property
     def _has_own_weights(self) -> bool:
         """Whether this rank's weights may differ from the shared ones, as within a phase."""
-        return bool(self._taken or self._snapshot is not None or self._called_off)
+        return bool(self._taken or self._called_off)
 
     def _own_state(self) -> dict[str, Any]:
         state = super()._own_state() | {
@@ -331,8 +255,6 @@ class LocalExchange(ModelExchange):
         if self._has_own_weights:
             buffers = self._weights.buffers()
             state["buffers"] = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-        if self._arrival is not None:  # Equal on all ranks, as the shared weights are.
-            state["arrival"] = vars(self._arrival).copy()
         return state
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -342,10 +264,10 @@ class LocalExchange(ModelExchange):
             ValueError: It is not.
         """
         super().check_state(state)
-        if "snapshot" in state and not self._settings.overlap:
+        if "snapshot" in state:
             raise ValueError(
-                "local state has an exchange under way: it was saved with overlap=True, so attach "
-                "with overlap=True"
+                "local state has an exchange under way, which LocalSteps(overlap=True) had in "
+                "earlier versions: save it there after herd.sync()"
             )
 
     def _load(self, state: Mapping[str, Any]) -> None:
@@ -353,10 +275,6 @@ class LocalExchange(ModelExchange):
         super()._load(state)
         self._taken, self._steps = state["taken"], state["local_steps"]
         self._called_off = state["called_off"]
-        self._arrival = self._snapshot = None
-        if "snapshot" in state:
-            self._snapshot = self.fill(torch.empty_like(self._outer.shared), state["snapshot"])
-            self._arrival = _Arrival(**state["arrival"])
         weights = self._weights.rounded(self._outer.shared)
         if "weights" in state:
             weights = self.fill(weights.clone(), state["weights"])
@@ -379,9 +297,6 @@ class LocalExchange(ModelExchange):
             handle.remove()
         if self._ddp_hook is not None:
             self._ddp_hook.close()
-        if self._thread is not None:
-            self._thread.close()
-            self._channel.close_side_channel()
 
 
 class ShardedLocalExchange(ShardedExchange, LocalExchange):
@@ -402,18 +317,129 @@ class ShardedLocalExchange(ShardedExchange, LocalExchange):
         worlds: ShardedWorlds,
         world: World,
     ) -> None:
-        """Give all replicas the weights of the first, and hook into the optimizer.
-
-        Args:
-            model: The model, on which `fully_shard` was called with the shard dimension alone.
-            optimizer: What changes its shards.
-            settings: How often and how to exchange.
-            worlds: Which ranks hold the shards, and which the replicas.
-            world: All of them.
-        """
+        """Give all replicas the weights of the first, and hook into the optimizer."""
         self.shards = worlds.shard
         LocalExchange.__init__(self, model, optimizer, settings, world, worlds.replicate)
 
     @property
     def _has_own_weights(self) -> bool:
         return True  # DCP asks a fresh herd which entries to read.
+
+
+class FlatWeights:
+    """Reads and writes the weights of a module as vectors on the device of an exchange.
+
+    Args:
+        model: The module.
+        dense_below: Parameters with fewer elements than this come last in the vector.
+        device: Where vectors live.
+        with_buffers: Whether buffers are read and written, too.
+    """
+
+    def __init__(
+        self, model: nn.Module, dense_below: int, device: torch.device, *, with_buffers: bool
+    ) -> None:
+        self._model = model
+        self.parameters = exchangeable(model.named_parameters())
+        self.layout = FlatSpec.small_last(self.parameters, dense_below)
+        self._shardings = [module for _, module in fsdp_modules(model)]
+        self.device, self.dtype = device, wide_dtype(self.parameters.values())
+        self._with_buffers = with_buffers
+
+    @torch.no_grad()
+    def broadcast(self, world: World) -> None:
+        """Give all ranks the parameters and buffers of rank 0, as DDP does when it is made."""
+        for tensor in map(local_shard, [*self._model.parameters(), *self._model.buffers()]):
+            if world.size == 1 or not tensor.numel():
+                continue
+            # As bytes: every dtype can be sent, and nothing is rounded.
+            flat = tensor.detach().to(self.device, copy=True).reshape(-1).contiguous()
+            received = broadcast(flat.view(torch.uint8), world).value.view(flat.dtype)
+            tensor.copy_(received.view(tensor.shape))
+
+    def check_trainable(self) -> None:
+        """Refuse parameters that were frozen when the layout was made: nobody would send them.
+
+        Raises:
+            RuntimeError: There is one.
+        """
+        for module in self._shardings:
+            module.reshard()
+        known = {id(p) for p in self.parameters.values()}
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in known:
+                raise RuntimeError(
+                    f"{name} was frozen or missing when local steps were attached and is trained "
+                    "now: detach and attach again"
+                )
+
+    def read(self) -> Tensor:
+        """Return (D,) the parameters."""
+        flat = torch.empty(self.layout.size, dtype=self.dtype, device=self.device)
+        copy_all(*self._pairs(flat))
+        return flat
+
+    def _pairs(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the parts of a (D,) vector, and what this rank holds of each parameter."""
+        views = self.layout.views(flat)
+        return list(views.values()), [local_shard(self.parameters[name]) for name in views]
+
+    @torch.no_grad()
+    def write(self, flat: Tensor) -> None:
+        """Set the parameters to those of a (D,) vector."""
+        for module in self._shardings:
+            module.reshard()  # Whole parameters that an evaluation has left would be stale.
+        parts, shards = self._pairs(flat)
+        copy_all(shards, parts)
+
+    def rounded(self, flat: Tensor) -> Tensor:
+        """Return a (D,) vector as the parameters' dtypes can hold it: itself, or a copy."""
+        if all(p.dtype == self.dtype for p in self.parameters.values()):
+            return flat
+        flat = flat.clone()
+        for part, shard in zip(*self._pairs(flat), strict=True):
+            if shard.dtype != self.dtype:
+                part.copy_(part.to(shard.dtype))
+        return flat
+
+    @contextlib.contextmanager
+    def replaced_by(self, flat: Tensor) -> Iterator[None]:
+        """Let the parameters be those of a (D,) vector inside; restore them and all buffers."""
+        before_write = self.read()
+        # All of them, also integer ones such as num_batches_tracked.
+        buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
+        try:
+            self.write(flat)
+            yield
+        finally:
+            self.write(before_write)
+            # What runs inside may have changed them: statistics, or a broadcast for evaluation.
+            for buffer, before in buffers:
+                buffer.detach().copy_(before)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the floating-point buffers by name, if they are exchanged."""
+        # Asked again each time: modules may replace their buffers.
+        return float_buffers(self._model) if self._with_buffers else {}
+
+    def read_buffers(self) -> Tensor | None:
+        """Return (B,) the buffers; None without any."""
+        # Running statistics are averaged like weights, in at least float32.
+        flat = [b.detach().to(self.device, self.dtype).reshape(-1) for b in self.buffers().values()]
+        return torch.cat(flat) if flat else None
+
+    @torch.no_grad()
+    def write_buffers(self, flat: Tensor) -> None:
+        """Set the buffers to those of a (B,) vector."""
+        buffers = list(self.buffers().values())
+        for buffer, piece in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
+            buffer.copy_(piece.view(buffer.shape))
+
+
+def float_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the floating-point buffers by name."""
+    return {
+        plain_name(name): buffer
+        for name, buffer in model.named_buffers()
+        if buffer.is_floating_point() and buffer.numel()
+    }

@@ -1,12 +1,23 @@
-"""Hooks on the gradients of parameters, which say that a backward has begun and what it gives."""
+"""Hooks on parameters and optimizers: when a backward begins, what it gives, and when they step."""
 
-from collections.abc import Callable
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
 
+from gradherd.flat import plain_name
 from gradherd.hooks.fsdp_torch import sharded_groups
-from gradherd.rows.module_hooks import remove_hook
+from gradherd.rows.module_hooks import UncopiedHook, remove_hook
 from gradherd.rows.row_check import Registrar
 from gradherd.rows.torch_names import current_backward
 
@@ -35,22 +46,16 @@ def gradient_registrar(model: nn.Module) -> Registrar:
 class ParameterHooks:
     """Calls back with each parameter's gradient in every backward, before it is accumulated."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        arrived: Callable[[str, Tensor], None],
-        once: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, arrived: Callable[[str, Tensor], None]) -> None:
         """Register a hook for each trainable parameter.
 
         Args:
             model: The model.
             arrived: Called with name and gradient of each parameter.
-            once: Called instead, once for each backward.
         """
         self.before_first: Callable[[], None] = lambda: None
         """Called before the first gradient of each backward."""
-        self.once = once
+        self.once: Callable[[], None] | None = None
         """Called once for each backward, instead of `arrived`."""
         # No backward has this number.
         self._graph_task = -1
@@ -81,3 +86,164 @@ class ParameterHooks:
         for parameter, handle in self._handles:
             remove_hook(parameter, handle)
         self._handles = []
+
+
+log = logging.getLogger("gradherd")
+
+
+def tracks_usage(ddp: DDP) -> bool:
+    """Return whether a backward may leave parameters unused; DDP itself tracks that only then."""
+    return bool(ddp.find_unused_parameters or ddp.static_graph)
+
+
+class ParameterUsage:
+    """Records which parameters had a gradient in the backwards of one exchange.
+
+    DDP tracks this itself, but does not pass it on to its hook: in the bucket, a parameter that was
+    not used is zero like one whose gradient is zero.
+    """
+
+    def __init__(self, ddp: DDP, parameters: Mapping[str, nn.Parameter]) -> None:
+        # The model itself is not kept: DDP holds its hook, and so this, out of the garbage
+        # collector's sight, and would never be freed.
+        self._accumulating = False
+        self._device = next(iter(parameters.values())).device
+        self._names, self._used = list(parameters), set[str]()
+        self._hooks = ParameterHooks(ddp.module, self._arrived)
+        self._handle = ddp.register_forward_pre_hook(UncopiedHook(self._forward))
+
+    def _arrived(self, name: str, grad: Tensor) -> None:
+        self._used.add(plain_name(name))
+
+    def _forward(self, module: nn.Module, args: Any) -> None:
+        """Start again, unless earlier backwards wait to be exchanged (no_sync)."""
+        if not torch.is_grad_enabled():
+            return
+        if not self._accumulating:
+            self._used.clear()
+        # Under no_sync nothing is exchanged yet: what this backward uses counts for the one that
+        # syncs.
+        if not module.require_backward_grad_sync:
+            self._accumulating = True
+
+    def take(self) -> Tensor:
+        """Return one uint8 flag for each parameter, and reset them."""
+        flags = [name in self._used for name in self._names]
+        self._used.clear()
+        self._accumulating = False
+        return torch.tensor(flags, dtype=torch.uint8, device=self._device)
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        self._hooks.remove()
+        self._handle.remove()
+
+
+def stepping_optimizer(optimizer: Any, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Return the torch optimizer inside wrappers such as Accelerate's, if it fits the model.
+
+    Raises:
+        ValueError: It is no optimizer, or steps parameters that would not be exchanged.
+    """
+    # Wrappers are Optimizers themselves, but torch's step hooks run in the inner one.
+    while isinstance(inside := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inside
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"local steps need optimizer=, a torch.optim.Optimizer, got {optimizer!r}")
+    known = {id(p) for p in parameters}
+    stepped = [p for group in optimizer.param_groups for p in group["params"]]
+    strange = sum(id(p) not in known for p in stepped if p.requires_grad)
+    if strange:
+        raise ValueError(
+            f"optimizer steps {strange} tensors that are not trainable parameters of the model, so "
+            "ranks would not share them: give local steps the module that holds them all"
+        )
+    return optimizer
+
+
+def check_optimizer(model: nn.Module, owner: Any, momentum: float, *, warns: bool) -> None:
+    """Look at the model's optimizer when it steps.
+
+    Momentum beside the sparsifier's own is refused. Alone it is allowed, as in the papers, but
+    repeats for many steps what has arrived late, which costs accuracy; so that is said once. So is
+    what was measured with Adam and its relatives, which divide by the size of what arrives.
+
+    Args:
+        model: The model whose gradients the sparsifier exchanges.
+        owner: The sparsifier's hook; the check ends with it.
+        momentum: The momentum of its correction; 0 is none.
+        warns: Whether this rank is the one that warns.
+    """
+    warned, known = not warns, {id(p) for p in model.parameters()}
+
+    def before_step(hook: Any, optimizer: Optimizer) -> None:
+        nonlocal warned
+        if not hook.active or (warned and not momentum):
+            return
+        for group in optimizer.param_groups:
+            if not any(id(p) in known for p in group["params"]):
+                continue
+            own, betas = group.get("momentum") or 0.0, group.get("betas")
+            # Adam and its relatives have a first beta instead, which has the same effect.
+            if momentum and (own := own or (betas or (0.0,))[0]):
+                raise ValueError(
+                    f"{type(optimizer).__name__} has momentum {own:g} and the sparsifier "
+                    f"{momentum:g}: each would multiply what the other repeats; use SGD with "
+                    "momentum 0, or Sparsify(momentum=0)"
+                )
+            if (own or betas) and not momentum and not warned:
+                warned = True
+                log.warning("%s %s (docs/few_bytes.md)", type(optimizer).__name__, _cost(own))
+
+    watch_steps(model, owner, before_step)
+
+
+def _cost(momentum: float) -> str:
+    """Say what a sparse exchange costs with momentum, or with an optimizer like Adam if 0."""
+    if momentum:
+        return (
+            f"has momentum {momentum:g}, which repeats what a sparse exchange sends late: momentum "
+            "0 with lr / (1 - momentum) often trains more accurately"
+        )
+    return (
+        "steps with the sparse mean, which cost language models much of their quality: local steps "
+        "that send as few bytes can train better"
+    )
+
+
+_hooks: list[tuple["weakref.ref[Any]", RemovableHandle]] = []
+"""Hooks of all optimizers, and what they work for."""
+
+
+def watch_steps(
+    model: nn.Module, owner: Any, act: Callable[[Any, Optimizer], None], *, after: bool = False
+) -> list[RemovableHandle]:
+    """Call `act(owner, optimizer)` before a step that changes parameters of a model.
+
+    The hooks are those of all optimizers, because `attach` does not know the loop's. They keep
+    neither the model nor the owner alive, and are removed some time after the owner is gone. Not at
+    once: the garbage collector may come in the middle of an optimizer's step, which fails if its
+    hooks change meanwhile. So they wait for the next call; until then they do nothing.
+
+    Args:
+        model: The model.
+        owner: Whom the hooks work for.
+        act: What to do; it must not hold the owner.
+        after: Whether to act after the step as well.
+    """
+    for gone, handle in _hooks:
+        if gone() is None:
+            handle.remove()
+    alive, parameters = weakref.ref(owner), {id(p) for p in model.parameters()}
+
+    def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        target, groups = alive(), optimizer.param_groups
+        if target is not None and any(id(p) in parameters for g in groups for p in g["params"]):
+            act(target, optimizer)
+
+    handles = [register_optimizer_step_pre_hook(hook)]
+    if after:
+        handles.append(register_optimizer_step_post_hook(hook))
+    kept = [each for each in _hooks if each[0]() is not None]
+    _hooks[:] = kept + [(alive, handle) for handle in handles]
+    return handles

@@ -2,12 +2,11 @@
 
 A source notices that a backward has happened (`waiting`) and returns its rows when asked (`take`).
 It does not know which examples they belong to, or how they are sent. `BatchGradientSource` has the
-gradient of a whole batch, `ExampleRowSource` that of every example.
+gradient of a whole batch, `ExampleRowSource` that of every example; `RowSource` only notices.
 
 Shapes: U units of a batch, D parameters, k columns of a row.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -34,8 +33,20 @@ CHECK_FAILED = LOOK_CLOSER + 1
 AT_END_DEVICES = {"cuda"}
 
 
-class RowSource(ABC):
-    """Reads the rows of one backward after the other."""
+class RowSource:
+    """Notices one backward after the other; a subclass reads its rows."""
+
+    def __init__(
+        self, model: nn.Module, arrived: Callable[[str, Tensor], None] | None = None
+    ) -> None:
+        """Hook into the parameters.
+
+        Args:
+            model: The model.
+            arrived: Called with name and gradient of each parameter.
+        """
+        self._noticed = False
+        self._hooks = ParameterHooks(model, arrived or self._arrived)
 
     @property
     def seconds_in_backward(self) -> float:
@@ -43,11 +54,13 @@ class RowSource(ABC):
         return 0.0
 
     @property
-    @abstractmethod
     def waiting(self) -> bool:
         """Whether a backward has happened whose rows were not taken yet."""
+        return self._noticed
 
-    @abstractmethod
+    def _arrived(self, name: str, grad: Tensor) -> None:
+        self._noticed = True
+
     def take(self, examples: int, loss_scale: float) -> Tensor:
         """Return the (U, k) rows of the last backward.
 
@@ -55,10 +68,11 @@ class RowSource(ABC):
             examples: Number of examples in the batch.
             loss_scale: What the loss was multiplied by (GradScaler).
         """
+        raise NotImplementedError("this source reads nothing")
 
-    @abstractmethod
     def on_backward(self, began: Callable[[], None]) -> None:
         """Call `began` before the first gradient of each backward, if it can be observed."""
+        self._hooks.before_first = began
 
     def stepped_in_backward(self) -> None:
         """Note that an optimizer steps before the backward is over."""
@@ -82,13 +96,13 @@ class RowSource(ABC):
     def restart_checks(self) -> None:
         """Check the next batches as if they were the first."""
 
-    @abstractmethod
     def clear(self) -> None:
         """Drop the last backward."""
+        self._noticed = False
 
-    @abstractmethod
     def remove_hooks(self) -> None:
         """Leave the model as it was."""
+        self._hooks.remove()
 
 
 def _sketcher_for(
@@ -123,9 +137,8 @@ class BatchGradientSource(RowSource):
             and not any(p._post_accumulate_grad_hooks for p in self._parameters)
         )
         self._sketcher = _sketcher_for(self._parameters, sketch) if self._at_end else None
-        self._hooks = ParameterHooks(
-            model, self._arrived, None if not self._at_end else self._begin
-        )
+        super().__init__(model)
+        self._hooks.once = self._begin if self._at_end else None
         self._befores: dict[int, Tensor | None] = {}  # by backward
         self._before: Tensor | None = None
         self._spoiled = False  # whether a part of this batch's gradient is missing
@@ -202,10 +215,6 @@ class BatchGradientSource(RowSource):
             row /= loss_scale
         return row.unsqueeze(0)
 
-    def on_backward(self, began: Callable[[], None]) -> None:
-        """Call `began` before the first gradient of each backward."""
-        self._hooks.before_first = began
-
     def stepped_in_backward(self) -> None:
         """Read gradients as they arrive from now on: at the end of a backward they are gone."""
         if self._at_end:
@@ -216,10 +225,6 @@ class BatchGradientSource(RowSource):
         self._row = self._before = None
         self._befores.clear()
         self._spoiled = False
-
-    def remove_hooks(self) -> None:
-        """Remove the hooks."""
-        self._hooks.remove()
 
 
 class ExampleRowSource(Capture, RowSource):

@@ -39,14 +39,10 @@ class RowStats:
 
 
 def row_stats(rows: Tensor, unit: int) -> RowStats:
-    """Return the figures of a batch, without a wait for the device.
+    """Return the figures of (U, D) rows of `unit` examples each, without a wait for the device.
 
     A mean over b examples has the expected square |G|^2 + tr(Sigma) / b. Two sizes of b, one row
     and the whole batch, give unbiased estimates of both (arXiv:1812.06162, appendix A.1).
-
-    Args:
-        rows: (U, D).
-        unit: Examples of a row.
 
     >>> stats = row_stats(torch.tensor([[3.0, 0.0], [1.0, 0.0]]), unit=1)
     >>> stats.norms, stats.signal, stats.noise
@@ -68,12 +64,7 @@ class RowFigures:
     """The figures of the last batch, and the noise scale averaged over batches."""
 
     def __init__(self, unit: int) -> None:
-        """Start without a batch.
-
-        Args:
-            unit: Examples of a row.
-        """
-        self._unit = unit
+        self._unit = unit  # examples of a row
         self.last: RowStats | None = None
         """Figures of the last batch."""
         self._average: Tensor | None = None  # (2,) signal and noise

@@ -5,15 +5,20 @@ import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from gradherd.comm.checks import check_state
 from gradherd.comm.collectives import gather, gather_objects
 from gradherd.comm.world import World
 from gradherd.sparsify.worker import COMMON_KEYS, MERGED_KEYS, merge_residuals
+
+if TYPE_CHECKING:
+    from gradherd.hooks.exchange import ShardedExchange
+    from gradherd.hooks.herd import Herd
 
 # What JSON holds without loss.
 _PLAIN = (type(None), bool, int, float, str)
@@ -29,14 +34,8 @@ def pack(state: Any) -> bytes:
 
     Never pickle: loading a checkpoint must not be able to run code.
 
-    Args:
-        state: Dicts, lists, tuples, tensors, numbers, strings and None.
-
-    Returns:
-        The bytes, which `unpack` reads.
-
     Raises:
-        TypeError: The state holds something else.
+        TypeError: It holds more than dicts, lists, tuples, tensors, numbers, strings and None.
 
     >>> unpack(pack({"a": [1, 2.5, None], 3: ("x", True)}))
     {'a': [1, 2.5, None], 3: ('x', True)}
@@ -72,9 +71,6 @@ def _to_tree(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 def unpack(data: bytes) -> Any:
     """Return the state that `pack` was given.
-
-    Args:
-        data: What `pack` returned.
 
     Raises:
         ValueError: The bytes are not a packed state.
@@ -136,10 +132,6 @@ def gather_states(state: dict[str, Any], world: World) -> list[dict[str, Any]]:
 def part_of_rank(state: Mapping[str, Any], world: World) -> Mapping[str, Any]:
     """Return what a rank continues with: its own part of a gathered state, or all parts merged.
 
-    Args:
-        state: The exchange's state of a rank, of all ranks ("other_ranks"), or merged.
-        world: The ranks that load it.
-
     Raises:
         ValueError: It is the state of another rank alone.
     """
@@ -159,13 +151,7 @@ def part_of_rank(state: Mapping[str, Any], world: World) -> Mapping[str, Any]:
 
 
 def check_row_length(state: Mapping[str, Any], columns: Iterable[str], length: int) -> None:
-    """Raise unless what an ordering has summed up are rows of this many elements.
-
-    Args:
-        state: What `Ordering.state_dict` returned.
-        columns: Its tensors with a column for each element of a row.
-        length: Elements of a row.
-    """
+    """Raise ValueError unless what an ordering has summed up are rows of this many elements."""
     for name in columns:
         saved = state["balance"].get(name)
         if isinstance(saved, Tensor) and saved.shape[-1] != length:
@@ -197,33 +183,33 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     Raises:
         ValueError: These are not the states of all ranks after the same step.
     """
-    state: dict[str, Any] = {}
-
-    def exchange_states() -> Iterator[tuple[str, Mapping[str, Any]]]:
-        for one in states:
-            check_state(one)
-            # Equal on all ranks, so any rank's will do.
-            state.update({key: one[key] for key in ("ordering", "sampler") if key in one})
-            for key in EXCHANGES:
-                if "other_ranks" in one.get(key, {}):
-                    yield from ((key, part) for part in all_parts(one[key]))
-                    return  # Rank 0 has saved those of the other ranks with its own.
-                if key in one:
-                    yield key, one[key]
-
     if isinstance(states, Mapping):
         states = [states]
     if not isinstance(states, Iterable):
         raise ValueError(f"states must be a list of states, got {type(states).__name__}")
-    # A generator again, so that only one rank's residuals are in memory beside their sum.
-    pieces = exchange_states()
+    merged: dict[str, Any] = {}
+
+    # A generator, so that only one rank's residuals are in memory beside their sum.
+    def parts() -> Iterator[Mapping[str, Any]]:
+        for state in states:
+            check_state(state)
+            # Ordering and sampler are equal on all ranks, so any rank's will do.
+            merged.update({key: state[key] for key in ("ordering", "sampler") if key in state})
+            for key in EXCHANGES:
+                if key in state:
+                    merged[key] = None  # below
+                    yield from all_parts(state[key])
+                if "other_ranks" in state.get(key, {}):
+                    return  # Rank 0 has saved those of the other ranks with its own.
+
+    pieces = parts()
     first = next(pieces, None)
-    if not state and first is None:
+    if not merged:
         raise ValueError("states must be what Herd.state_dict() returned on every rank, got none")
-    if first is not None:
-        parts = (part for _, part in chain([first], pieces))
-        state[first[0]] = merge_residuals(parts)
-    return state
+    for key in merged.keys() & set(EXCHANGES):  # at most one
+        assert first is not None
+        merged[key] = merge_residuals(chain([first], pieces))
+    return merged
 
 
 class RefuseDCP:
@@ -244,3 +230,172 @@ class RefuseDCP:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         # One of the few types that torch.load(weights_only=True) accepts.
         return OrderedDict, ()
+
+
+class HerdState:
+    """A herd as `Stateful` of torch.distributed.checkpoint (DCP).
+
+    DCP treats entries of the same name on different ranks as the same, and loads only names that
+    a fresh herd has already. So each rank's state is one entry, under a name of its own:
+
+        dcp.save({"model": ddp, "herd": herd.stateful()}, checkpoint_id=folder)
+
+    A checkpoint of another number of ranks is loaded with `saved_by`, before anything is saved:
+
+        dcp.load({"model": ddp, "herd": herd.stateful(saved_by=4)}, checkpoint_id=folder)
+    """
+
+    def __init__(self, herd: "Herd", saved_by: int | None = None) -> None:
+        """Wrap a herd; `saved_by` ranks saved what is to be loaded, as many as now by default."""
+        self._herd = herd
+        self._saved_by = herd.world.size if saved_by is None else saved_by
+        if self._saved_by < 1:
+            raise ValueError(f"saved_by must be at least 1, got {saved_by}")
+
+    @property
+    def _names(self) -> list[str]:
+        """Entries to save or load: this rank's own, or those of all ranks that saved."""
+        world, size = self._herd.world, self._saved_by
+        ranks = [world.rank] if size == world.size else range(size)
+        return [f"rank-{rank}-of-{size}" for rank in ranks]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state; to load from other ranks, the names of theirs."""
+        # DCP asks for a state before it loads, to learn which names to read.
+        if self._saved_by != self._herd.world.size:
+            return dict.fromkeys(self._names, b"")
+        return {self._names[0]: pack(self._herd.state_dict(gather=False))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where the state was saved. All ranks must call it.
+
+        Raises:
+            ValueError: The state of a rank is missing, empty or damaged.
+        """
+        states = (_unpacked(state, name) for name in self._names)
+        same = self._saved_by == self._herd.world.size
+        self._herd.load_state_dict(next(states) if same else merge_states(states))
+        self._saved_by = self._herd.world.size  # What is saved from now on is this rank's own.
+
+
+def _unpacked(state: Mapping[str, Any], name: str) -> Any:
+    """Return an entry of what DCP has loaded."""
+    if not state.get(name):  # empty: a placeholder, which DCP has saved instead of loading it
+        raise ValueError(
+            f"state of {name} is {'empty' if name in state else 'missing'}: was it saved by "
+            "another number of ranks, which stateful(saved_by=...) takes, or before it was loaded?"
+        )
+    return unpack(state[name])
+
+
+class ShardedHerdState:
+    """A herd with a sharded model as `Stateful` of DCP, which reshards.
+
+    Residuals belong to a replica and a shard of it. They are saved as DTensors, one for each
+    parameter and replica, so that DCP cuts them anew for another number of shards. Another number
+    of replicas gets the mean of all of them: a step applies the mean over replicas, so the mean
+    must not change.
+
+        dcp.save({"model": model.state_dict(), "herd": herd.stateful()}, checkpoint_id=folder)
+
+    A checkpoint of another mesh is loaded with its shape, before anything is saved:
+
+        dcp.load({"herd": herd.stateful(saved_by=(2, 4))}, checkpoint_id=folder)
+    """
+
+    def __init__(
+        self,
+        herd: "Herd",
+        exchange: "ShardedExchange",
+        saved_by: tuple[int, int] | int | None = None,
+    ) -> None:
+        """Wrap a herd and its exchange.
+
+        A mesh of `saved_by` (replicas, shards) saved what is to be loaded, that of now by default.
+        """
+        shape = exchange.mesh if saved_by is None else saved_by
+        if isinstance(shape, int) or len(shape) != 2 or min(shape) < 1:
+            raise ValueError(
+                f"saved_by must be (replicas, shards) of a sharded model's mesh, got {saved_by!r}"
+            )
+        self._herd, self._exchange, self._saved_by = herd, exchange, tuple(shape)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state; to load from another mesh, what of it to read."""
+        exchange = self._exchange
+        if self._saved_by == exchange.mesh:
+            vectors = exchange.vectors()
+            # Not gathered: every rank writes its own shards, which is what DCP is for.
+            herd = self._herd.state_dict(gather=False)
+            own = herd.pop(exchange.key)
+            rest = {key: value for key, value in own.items() if key not in vectors}
+            state = {"shared": pack(herd), self._rest_name(exchange.place): pack(rest)}
+            return state | dict(self._tensors(vectors, exchange.place[0]))
+        # DCP asks for a state before it loads, to learn what to read, and where to put tensors.
+        state = {"shared": b"", self._rest_name((0, 0)): b""}
+        for replica in self._replicas():  # copies for each: DCP reads into them
+            state |= dict(self._tensors(exchange.vectors(), replica))
+        return state
+
+    def _replicas(self) -> range:
+        """Return the saved replicas whose residuals this rank continues with."""
+        replicas, own = self._saved_by[0], self._exchange.place[0]
+        # As many replicas as before: each keeps its own residuals, in other shards.
+        return range(own, own + 1) if replicas == self._exchange.mesh[0] else range(replicas)
+
+    def _rest_name(self, place: tuple[int, int]) -> str:
+        replicas, shards = self._saved_by
+        return f"replica-{place[0]}-of-{replicas}-shard-{place[1]}-of-{shards}"
+
+    def _tensors(
+        self, vectors: Mapping[str, Mapping[str, Tensor]], replica: int
+    ) -> Iterator[tuple[str, Any]]:
+        """Yield each vector as a DTensor, under the name of its replica."""
+        from torch.distributed.tensor import DTensor  # takes seconds, and is there by now
+
+        for key, by_name in vectors.items():
+            for name, local in by_name.items():
+                like: Any = self._exchange.parameters[name]
+                yield (
+                    f"{key}.{replica}-of-{self._saved_by[0]}.{name}",
+                    DTensor.from_local(
+                        local,
+                        like.device_mesh,
+                        like.placements,
+                        run_check=False,
+                        shape=like.shape,
+                        stride=like.stride(),
+                    ),
+                )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where the state was saved. All ranks must call it.
+
+        Raises:
+            ValueError: The state is of another model or method, or was saved before it was loaded.
+        """
+        exchange, same = self._exchange, self._saved_by == self._exchange.mesh
+        name = self._rest_name(exchange.place if same else (0, 0))
+        own, shared = _unpacked(state, name), _unpacked(state, "shared")
+        if not same:
+            # As merged states are: the method starts again, and buffers stay what they are.
+            own.pop("buffers", None)
+            own |= {"rank": None, "method": None, "dim": exchange.layout.sparse}
+            own |= {"mesh": list(exchange.mesh), "place": list(exchange.place)}
+        for key, by_name in exchange.vectors().items():
+            own[key] = {one: self._mean(state, key, one) for one in by_name}
+        exchange.check_state(own)  # before anything changes
+        self._herd.load_shared(shared)
+        exchange.load_state_dict(own)
+        self._saved_by = exchange.mesh  # What is saved from now on is this mesh's own again.
+
+    def _mean(self, state: Mapping[str, Any], key: str, name: str) -> Tensor:
+        """Return this rank's shard of the mean over the saved replicas, summed in float64."""
+        parts: list[Tensor] = [
+            state[f"{key}.{replica}-of-{self._saved_by[0]}.{name}"].to_local()
+            for replica in self._replicas()
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        total = torch.stack([part.double() for part in parts]).sum(0)
+        return (total / len(parts)).to(parts[0].dtype)

@@ -2,18 +2,17 @@
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.script import RankRunner
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec
 from gradherd.hooks.layouts import ColumnLayout, ShardSpan
-from gradherd.hooks.parameter_hooks import ParameterHooks
 from gradherd.hooks.row_sources import CHECK_FAILED, RowSource
 from gradherd.hooks.row_stats import RowFigures
 from gradherd.ordering.batches import BatchClaim
@@ -25,13 +24,15 @@ from gradherd.ordering.sampler import OrderedSampler
 class RowTransport(ABC):
     """Takes the rows of one batch after the other to the sampler."""
 
-    def __init__(self, sampler: OrderedSampler) -> None:
+    def __init__(self, sampler: OrderedSampler, source: RowSource) -> None:
         self._sampler = sampler
+        self.source = source
+        """Notices backwards, and reads their rows."""
 
     @property
-    @abstractmethod
     def waiting(self) -> bool:
         """Whether a backward has happened whose rows were not fed back yet."""
+        return self.source.waiting
 
     @property
     def bytes(self) -> int:
@@ -43,15 +44,8 @@ class RowTransport(ABC):
         """Bytes that this rank has sent to find out whether all feed back the same batch."""
         return 0
 
-    @abstractmethod
-    def on_backward(self, began: Callable[[], None]) -> None:
-        """Call `began` before the first gradient of each backward, if it can be observed."""
-
     def prepare(self) -> None:
         """Get ready for a new batch: a forward begins."""
-
-    def stepped_in_backward(self) -> None:
-        """Note that an optimizer steps before the backward is over."""
 
     @abstractmethod
     def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
@@ -75,9 +69,9 @@ class RowTransport(ABC):
         """Let the sampler learn all that was fed. All ranks must call it at the same point."""
         self.wait()
 
-    @abstractmethod
     def forget(self) -> None:
         """Drop the backward that is waiting."""
+        self.source.clear()
 
     def metrics(self) -> dict[str, Any]:
         """Return figures of this transport's own."""
@@ -91,52 +85,27 @@ class RowTransport(ABC):
         """Load the state of the ordering. All ranks must call it."""
         self._sampler.ordering.load_state_dict(state)
 
-    @abstractmethod
     def close(self) -> None:
         """Remove the hooks."""
+        self.source.remove_hooks()
 
 
 class CountingTransport(RowTransport):
     """For orders that need no gradients: counts the units that were visited."""
 
-    def __init__(self, model: nn.Module, sampler: OrderedSampler) -> None:
-        super().__init__(sampler)
-        self._waits = False
-        self._in_order = True
-        self._hooks = ParameterHooks(model, self._arrived)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether a gradient has arrived."""
-        return self._waits
-
-    def _arrived(self, name: str, grad: Tensor) -> None:
-        self._waits = True
-
-    def on_backward(self, began: Callable[[], None]) -> None:
-        """Call `began` before the first gradient of each backward."""
-        self._hooks.before_first = began
+    _in_order = True
 
     def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
         """Count the units."""
-        self._waits = False
-        if claim is None:
-            return
-        # An order that needs no gradients still counts units, to know when its epoch ends.
-        seen = torch.ones((claim.units, self._sampler.world.size), dtype=torch.bool)
-        self._sampler.observe(None, seen, first=claim.step if self._in_order else None)
+        self.source.clear()
+        if claim is not None:
+            # To know when the epoch ends.
+            seen = torch.ones((claim.units, self._sampler.world.size), dtype=torch.bool)
+            self._sampler.observe(None, seen, first=claim.step if self._in_order else None)
 
     def by_index(self) -> None:
         """Only count units: which ones does not matter."""
         self._in_order = False
-
-    def forget(self) -> None:
-        """Drop the backward that is waiting."""
-        self._waits = False
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        self._hooks.remove()
 
 
 class RankTransport(RowTransport):
@@ -149,16 +118,25 @@ class RankTransport(RowTransport):
     """Which columns this rank holds; None if it holds all."""
 
     def __init__(
-        self, sampler: OrderedSampler, world: World, spec: FlatSpec, device: torch.device
+        self,
+        sampler: OrderedSampler,
+        source: RowSource,
+        world: World,
+        spec: FlatSpec,
+        device: torch.device,
     ) -> None:
-        super().__init__(sampler)
+        super().__init__(sampler, source)
         self.world = world
         self._spec = spec  # where parameters lie in whole rows
         self._device = device  # where the group of the ranks works
         # On the CPU, so that a GPU need not catch up with the host at every step. And ranks reach
         # its collectives at different points of their training step, so on the model's group they
         # could be matched with the wrong ones.
-        self._side = world.side_channel()
+        try:
+            self._side = world.side_channel()
+        except Exception:
+            source.remove_hooks()
+            raise
         # A model that is dropped without detach() gives it back, too.
         weakref.finalize(self, self._side.close_side_channel).atexit = False
         self._in_step = StepComparison(sampler)
@@ -199,7 +177,8 @@ class RankTransport(RowTransport):
         self._sampler.ordering.map_columns(columns)
 
     def close(self) -> None:
-        """Close the group."""
+        """Remove the hooks, and close the group."""
+        super().close()
         self._side.close_side_channel()
 
 
@@ -215,10 +194,10 @@ class GatheringTransport(RankTransport):
         scattered: int | None,
     ) -> None:
         # `scattered` is how many columns a row has, if each rank gets some of them.
-        super().__init__(sampler, world, FlatSpec(("row",), ((scattered or 0,),)), device)
+        spec = FlatSpec(("row",), ((scattered or 0,),))
+        super().__init__(sampler, source, world, spec, device)
         if scattered is not None:
             self.layout = ColumnLayout((ShardSpan("row", (scattered,), 0),))
-        self._source: RowSource = source
         self._runner = RankRunner(world, later=self._side)
         self._gatherer = RowGatherer(
             sampler, self._runner, policy_checks=self._policy_checks, scatters=scattered is not None
@@ -228,39 +207,26 @@ class GatheringTransport(RankTransport):
         self._alone = world.size == 1
 
     @property
-    def waiting(self) -> bool:
-        """Whether the source has rows."""
-        return self._source.waiting
-
-    @property
     def bytes(self) -> int:
         """Bytes that this rank has sent to gather rows."""
         return self._runner.bytes
-
-    def on_backward(self, began: Callable[[], None]) -> None:
-        """Call `began` before the first gradient of each backward, if it can be observed."""
-        self._source.on_backward(began)
-
-    def stepped_in_backward(self) -> None:
-        """Have the source read gradients before they are stepped away."""
-        self._source.stepped_in_backward()
 
     def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
         """Feed back a row for each unit of the batch."""
         if self._gatherer.in_order and not self._alone:
             comparison = self._in_step.compare(claim, self._side)
             if not comparison.same:
-                self._source.clear()
+                self.source.clear()
                 # Ranks will come to the end of the epoch at different steps, so what waits must
                 # be sent here, where all of them are.
                 self._gatherer.flush()
                 self._in_step.pass_over(claim, comparison)
                 return
         if claim is None:
-            self._source.clear()
+            self.source.clear()
             return
         self._check(claim)
-        rows = self._source.take(claim.examples, loss_scale)
+        rows = self.source.take(claim.examples, loss_scale)
         if self.figures is not None:
             self.figures.add(rows)
         self._gatherer.add(rows, claim)
@@ -282,12 +248,12 @@ class GatheringTransport(RankTransport):
         try:
             # Compares the mean of the rows with the gradient of the batch, so it comes before they
             # are taken.
-            mask = self._source.check_bitmask(claim.examples)
+            mask = self.source.check_bitmask(claim.examples)
         except Exception as raised:
             if self._alone:
                 raise
             # The others wait for this rank's answer.
-            error, mask = raised, self._source.failed_check()
+            error, mask = raised, self.source.failed_check()
         if mask is None:
             return
         masks = all_gather(mask.to(self._device), self.world).value.cpu()
@@ -295,13 +261,13 @@ class GatheringTransport(RankTransport):
             raise error
         failed = [rank for rank, one in enumerate(masks.tolist()) if CHECK_FAILED in one]
         if failed:
-            self._source.clear()
+            self.source.clear()
             raise RuntimeError(
                 f"rows could not be read on {'rank' if len(failed) == 1 else 'ranks'} "
                 f"{', '.join(map(str, failed))}, which raised an error of its own"
             )
         # The union over ranks: rows of all ranks must have the same columns.
-        self._source.leave_out(masks.amax(0))
+        self.source.leave_out(masks.amax(0))
 
     def by_index(self) -> None:
         """Hold rows until the end of the epoch."""
@@ -313,26 +279,17 @@ class GatheringTransport(RankTransport):
 
     def metrics(self) -> dict[str, Any]:
         """Return the parameters that rows leave out, and the time rows took in backwards."""
-        left_out = list(self._source.left_out)
-        seconds = {"seconds_in_backward": self._source.seconds_in_backward}
+        left_out = list(self.source.left_out)
+        seconds = {"seconds_in_backward": self.source.seconds_in_backward}
         return seconds | ({"rows_left_out": left_out} if left_out else {})
 
     def load_ordering_state(self, state: Mapping[str, Any]) -> None:
         """Load the state of the ordering; the model may have changed as well."""
         super().load_ordering_state(state)
-        self._source.restart_checks()
+        self.source.restart_checks()
 
     def finish(self) -> None:
         """Let the sampler learn all that was fed."""
         if self._gatherer.in_order and self._gatherer.waiting:
             self._in_step.check_end(self._side)
         self._gatherer.flush()
-
-    def forget(self) -> None:
-        """Drop the backward that is waiting."""
-        self._source.clear()
-
-    def close(self) -> None:
-        """Remove the hooks, and close the group."""
-        self._source.remove_hooks()
-        super().close()

@@ -75,15 +75,12 @@ def prepare(
 
 
 def check_accelerator(accelerator: Accelerator, *, ordered: bool, shards: bool = False) -> None:
-    """Refuse set-ups in which gradients or examples do not arrive as they are expected.
+    """Raise ValueError if gradients or examples would not arrive as they are expected.
 
     Args:
         accelerator: The accelerator.
         ordered: Whether examples are ordered.
         shards: Whether FSDP2 is supported.
-
-    Raises:
-        ValueError: One of its settings is not supported.
     """
     kind = accelerator.distributed_type
     if kind in [getattr(DistributedType, name) for name in _UNSUPPORTED] or (
@@ -156,14 +153,9 @@ def ordered_shard(
     kind: type[Any] = OrderedDataLoader,
     batches: type[BatchSampler] = OrderedBatches,
 ) -> Any:
-    """Return a prepared loader that draws from `sampler`; the rest as the user set it.
+    """Return a prepared loader of a `kind` that draws from `sampler`; the rest as the user set it.
 
-    Args:
-        accelerator: The accelerator, which gets to know the loader.
-        loader: The user's loader.
-        sampler: Made for this loader and rank.
-        kind: Class of the result, a DataLoaderShard.
-        batches: Class of its batch sampler.
+    The accelerator gets to know it.
     """
     prepared = kind(
         loader.dataset,
@@ -181,15 +173,14 @@ def ordered_shard(
 
 
 class SavedHerd:
-    """What `accelerator.save_state` saves, asking on all ranks, and `load_state` loads."""
+    """What `accelerator.save_state` saves, asking on all ranks, and `load_state` loads.
+
+    Args:
+        herd: The herd.
+        loader: Its ordered loader, if there is one.
+    """
 
     def __init__(self, herd: Herd, loader: Any) -> None:
-        """Wrap a herd.
-
-        Args:
-            herd: The herd.
-            loader: Its ordered loader, if there is one.
-        """
         self._herd, self._loader = herd, loader
 
     def state_dict(self) -> dict[str, Any]:

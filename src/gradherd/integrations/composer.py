@@ -31,9 +31,6 @@ class HerdCallback(HerdCallbackBase, Callback):
             order: Order of the training examples, such as "cd-grab"; None keeps the loader's.
             log_every: Batches between two logs.
             **options: log_rows, and unit, sparsify, local, rows and seed as in `HerdSettings`.
-
-        Raises:
-            ValueError: There is nothing to do, or `log_every` is below 1.
         """
         super().__init__(order, **options)
         if log_every < 1:

@@ -55,12 +55,8 @@ class HerdSettings:
     def sampler_before_prepare(self, loader: Any, prepared: bool) -> OrderedSampler | None:
         """Return the sampler for a loader that goes to a framework's `prepare`; None without order.
 
-        Args:
-            loader: The training loader.
-            prepared: Whether the framework has prepared it before.
-
         Raises:
-            ValueError: It was prepared, or it decides on the order itself.
+            ValueError: The framework has prepared it before, or it decides on the order itself.
         """
         if self.order is None:
             return None
@@ -72,10 +68,7 @@ class HerdSettings:
         return self.make_sampler(loader)
 
     def make_sampler(self, loader: Any) -> OrderedSampler:
-        """Return the sampler for a training loader.
-
-        Args:
-            loader: A DataLoader that leaves the order to us: without shuffle and without a sampler.
+        """Return the sampler for a training loader, which has neither shuffle nor a sampler.
 
         Raises:
             ValueError: The loader decides on the order itself, or cannot be ordered.
@@ -111,8 +104,28 @@ class HerdSettings:
         )
 
 
-class HerdCallbackBase:
-    """What callbacks of all frameworks share: settings, the herd, and the state in a checkpoint."""
+class HerdOwner:
+    """What trainers and callbacks share: the settings, and the herd while there is one."""
+
+    _settings: HerdSettings
+    _log_rows: bool
+    _herd: Herd | None = None
+
+    @property
+    def herd(self) -> Herd:
+        """The herd of the current or last training, for its metrics and its sampler."""
+        if self._herd is None:
+            raise RuntimeError("there is no herd yet: it is attached when training begins")
+        return self._herd
+
+    def _sync(self) -> None:
+        """Give all ranks equal weights, if they take local steps."""
+        if self._settings.local is not None and self._herd is not None:
+            self._herd.sync()
+
+
+class HerdCallbackBase(HerdOwner):
+    """What callbacks of all frameworks share: a herd, and its state in a checkpoint."""
 
     def __init__(
         self,
@@ -127,21 +140,10 @@ class HerdCallbackBase:
             order: Order of the training examples, such as "cd-grab"; None keeps the loader's.
             log_rows: Whether to log norms of gradients, noise scale and herding bound as well.
             **settings: unit, sparsify, local, rows and seed, as in `HerdSettings`.
-
-        Raises:
-            ValueError: There is nothing to do.
         """
         self._settings = HerdSettings(order=order, **settings)
         self._log_rows = log_rows
-        self._herd: Herd | None = None
         self._loaded: dict[str, Any] | None = None  # waits for the herd
-
-    @property
-    def herd(self) -> Herd:
-        """The herd of the current fit, for its metrics and its sampler."""
-        if self._herd is None:
-            raise RuntimeError("there is no herd yet: it is attached while Trainer.fit runs")
-        return self._herd
 
     def _attach(
         self,
@@ -159,11 +161,6 @@ class HerdCallbackBase:
             self._herd.load_state_dict(loaded)
         return loaded is not None
 
-    def _sync(self) -> None:
-        """Give all ranks equal weights, if they take local steps."""
-        if self._settings.local is not None and self._herd is not None:
-            self._herd.sync()
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the herd; frameworks ask on all ranks and save rank 0's."""
         if self._herd is None:
@@ -179,14 +176,7 @@ class HerdCallbackBase:
 
 
 def check_loader(loader: Any) -> None:
-    """Refuse a training loader whose order is not ours to decide.
-
-    Args:
-        loader: What a framework's user passes as training loader.
-
-    Raises:
-        ValueError: It shuffles, shards, delivers out of order, or makes batches of its own.
-    """
+    """Raise ValueError if the order of a training loader is not ours to decide."""
     if not isinstance(loader, DataLoader):
         raise ValueError(
             f"order needs one torch DataLoader for training, got a {type(loader).__name__}"

@@ -21,10 +21,9 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, Dataset, SequentialSampler
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback
 
-from gradherd.hooks.herd import Herd
 from gradherd.hooks.state import pack, unpack
 from gradherd.integrations.accelerate import check_accelerator, ordered_shard
-from gradherd.integrations.loaders import HerdSettings
+from gradherd.integrations.loaders import HerdOwner, HerdSettings
 from gradherd.ordering.batches import LoopCount
 from gradherd.ordering.policy import Policy
 from gradherd.ordering.sampler import OrderedSampler
@@ -36,7 +35,7 @@ from gradherd.sparsify.settings import Sparsify
 FILE = "herd.safetensors"
 
 
-class GradherdTrainer(Trainer):
+class GradherdTrainer(HerdOwner, Trainer):
     """`transformers.Trainer` with an order, and with a sparsifier or local steps.
 
     As a mixin it must come first among the base classes.
@@ -76,7 +75,6 @@ class GradherdTrainer(Trainer):
         self._settings = HerdSettings(**given, seed=seed)
         self._sampler: OrderedSampler | None = None
         self._count: LoopCount | None = None  # batches that this epoch has trained on
-        self._herd: Herd | None = None  # kept after train(), for its metrics
         self._attached = False
         self._skipped = 0  # batches that the Trainer skips in the first epoch of a resumed training
         ordered = self._settings.order is not None
@@ -92,13 +90,6 @@ class GradherdTrainer(Trainer):
                 "order itself: leave it at 'random', or give no order"
             )
         self.add_callback(_EpochCallback(self))
-
-    @property
-    def herd(self) -> Herd:
-        """The herd of the current or last `train()`, for its metrics and its sampler."""
-        if self._herd is None:
-            raise RuntimeError("there is no herd yet: it is attached by train()")
-        return self._herd
 
     def _get_train_sampler(self, train_dataset: Dataset[Any] | None = None) -> Any:
         if self._settings.order is None:
@@ -179,9 +170,8 @@ class GradherdTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def _sync(self) -> None:
-        """Give all ranks equal weights, if they take local steps."""
-        if self._settings.local is not None and self._attached:
-            self.herd.sync()
+        if self._attached:  # the herd is kept after train(), for its metrics
+            super()._sync()
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate what all ranks share."""

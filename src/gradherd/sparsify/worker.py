@@ -532,12 +532,10 @@ def _fields(state: Any) -> dict[str, Any]:
 # --- States and gradients of all workers ------------------------------------------------------
 
 
-MERGED_KEYS = (
-    "residual", "owner_error", "velocity", "weights", "buffers", "snapshot", "optimizer"
-)  # fmt: skip
+MERGED_KEYS = ("residual", "owner_error", "velocity", "weights", "buffers", "optimizer")
 """Entries of a worker's state that hold a tensor for each parameter (or buffer) of that worker."""
 
-COMMON_KEYS = ("shared", "outer_momentum", "arrival")
+COMMON_KEYS = ("shared", "outer_momentum")
 """Large entries that are equal on all workers (local steps)."""
 
 

@@ -12,7 +12,6 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,7 @@ from torch import Tensor, nn
 from gradherd.comm.collectives import all_gather_bytes
 from gradherd.comm.sliced_mean import mean_bytes, mean_of_rows
 from gradherd.flat import FlatSpec
-from gradherd.hooks.flat_weights import FlatWeights
-from gradherd.hooks.local_steps import MAX_CALLED_OFF
+from gradherd.hooks.local_steps import MAX_CALLED_OFF, FlatWeights
 from gradherd.lab.train import POWERSGD
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import BinnedSeries, DeviceTimer
@@ -140,16 +138,6 @@ class SharedModel(VirtualExchange):
             counters.residual_norm = float(torch.linalg.vector_norm(residual))
 
 
-@dataclass
-class _Pending:
-    """What an exchange of local steps has given, before it is applied."""
-
-    snapshots: list[Tensor]
-    """(D,) each worker's weights when the exchange began."""
-    mean: Tensor | None
-    buffers: Tensor | None
-
-
 class LocalModels(VirtualExchange):
     """A model and an optimizer for each worker, which exchange weights from time to time.
 
@@ -182,7 +170,6 @@ class LocalModels(VirtualExchange):
         self._workers.measure_norms = False
         self._outer = OuterOptimizer(settings, self._weights[0].read())
         self.series = BinnedSeries()
-        self._pending: _Pending | None = None
         self._taken = self._steps = self._called_off = 0
 
     def step(self, grads: Tensor, lr: float, counters: EpochCounters) -> None:
@@ -193,76 +180,60 @@ class LocalModels(VirtualExchange):
                 parameter.grad = grad
             # Each worker clips its own gradient: there is no averaged one.
             clip_and_step(optimizer, own, self._clip)
-        with self._timer.measure():
-            self._after_step(counters)
-
-    def _after_step(self, counters: EpochCounters) -> None:
         self._taken += 1
         self._steps += 1
-        if self._pending is not None and self._taken >= self._settings.steps_until_applied:
-            self._apply()
         if self._taken >= self._settings.every and not self.diverged:
-            self._begin(counters, forced=False)
-            if not self._settings.overlap:
-                self._apply()
+            self._exchange(counters, forced=False)
 
     def end_epoch(self, counters: EpochCounters, *, last: bool) -> None:
         """Exchange what the last steps of a run have changed, which belongs to its result."""
-        with self._timer.measure():
-            if last and not self.diverged:
-                self._exchange_rest(counters)
+        if last and (self._taken or self._called_off) and not self.diverged:
+            self._exchange(counters, forced=True)
         counters.exchange_seconds = self._timer.reset()
         residual = self._workers.workers[0].feedback.residual
         counters.residual_norm = float(torch.linalg.vector_norm(residual))
 
-    def _exchange_rest(self, counters: EpochCounters) -> None:
-        if self._pending is not None:
-            self._apply()
-        if (self._taken or self._called_off) and not self.diverged:
-            self._begin(counters, forced=True)
-            self._apply()
+    def _exchange(self, counters: EpochCounters, *, forced: bool) -> None:
+        with self._timer.measure():
+            self._taken = 0
+            self._apply(*self._averages(counters, forced=forced))
 
-    def _begin(self, counters: EpochCounters, *, forced: bool) -> None:
-        own = [weights.read() for weights in self._weights]
-        base = self._weights[0].rounded(self._outer.shared)
-        mean: Tensor | None = self._workers.step(base - torch.stack(own))
+    def _averages(
+        self, counters: EpochCounters, *, forced: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the mean difference, None if it was called off, and the means of buffers."""
+        own = torch.stack([weights.read() for weights in self._weights])
+        mean = self._workers.step(self._weights[0].rounded(self._outer.shared) - own)
         metrics, size = self._workers.metrics, len(own)
         # Ranks compare where they are before they exchange anything.
         counters.bytes += all_gather_bytes(torch.tensor([self._steps, int(forced)]), size)
         counters.bytes += self._workers.bytes
-        buffers = None
-        if metrics:
-            counters.add_sparse(metrics)
-            self.series.add(metrics["density"])
-            if self._settings.decay != 1:
-                for worker in self._workers.workers:
-                    worker.feedback.residual.mul_(self._settings.decay)
-            read = (weights.read_buffers() for weights in self._weights)
-            rows = [flat for flat in read if flat is not None]
-            if rows:
-                buffers = mean_of_buffers(torch.stack(rows))
-                counters.bytes += all_gather_bytes(buffers, size)
-        else:
+        if not metrics:
             counters.skipped_steps += 1
-            mean = None
-        self._pending = _Pending(own, mean, buffers)
-        self._taken = 0
+            return None, None
+        counters.add_sparse(metrics)
+        self.series.add(metrics["density"])
+        if self._settings.decay != 1:
+            for worker in self._workers.workers:
+                worker.feedback.residual.mul_(self._settings.decay)
+        read = (weights.read_buffers() for weights in self._weights)
+        rows = [flat for flat in read if flat is not None]
+        if not rows:
+            return mean, None
+        buffers = mean_of_buffers(torch.stack(rows))
+        counters.bytes += all_gather_bytes(buffers, size)
+        return mean, buffers
 
-    def _apply(self) -> None:
-        pending, self._pending = self._pending, None
-        assert pending is not None
-        if pending.mean is None:
+    def _apply(self, mean: Tensor | None, buffers: Tensor | None) -> None:
+        if mean is None:
             self._go_on_alone()
             return
         self._called_off = 0
-        self._outer.step(pending.mean)
-        for weights, snapshot in zip(self._weights, pending.snapshots, strict=True):
-            new = weights.rounded(self._outer.shared)
-            if self._settings.overlap:
-                new = new + (weights.read() - snapshot)
-            weights.write(new)
-            if pending.buffers is not None:
-                weights.write_buffers(pending.buffers)
+        self._outer.step(mean)
+        for weights in self._weights:
+            weights.write(weights.rounded(self._outer.shared))
+            if buffers is not None:
+                weights.write_buffers(buffers)
 
     def _go_on_alone(self) -> None:
         """Put workers whose weights are not finite back to the shared ones, as real ranks do."""
