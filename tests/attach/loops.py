@@ -134,27 +134,32 @@ class Loop:
             self.ahead = 0
         self.skipped_by = pick.choice(["sampler", "loader"]) if not self.ahead else "sampler"
         self.persistent = self.workers > 0 and pick.random() < 0.5
+        self.compose()
         hidden = ("pick", "rank", "noise")
         self.said = [str({k: v for k, v in vars(self).items() if k not in hidden})]
-        self.dataset, self.net = Indexed(self.count), Model()
-        self.model = DDP(self.net) if size > 1 else self.net
-        self.call = self.net.body if self.part else self.model
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.0)
-        self.apart = copy.deepcopy(self.net)  # the reference's own backwards are not observed
+        self.dataset = Indexed(self.count)
         self.scaler = None
         if self.scaled:
             self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+        self.build()
         self.make(self.workers)
-        self.reference = Reference(self.sampler, self.gradient)
+        self.reference = self.make_reference()
         self.named_from, self.restored = 0, False
+
+    def compose(self):
+        """Choose more; for loops with more than an order (tests/stress/loops.py)."""
+
+    def build(self):
+        """Make the model, what is called, and the optimizer."""
+        self.net = Model()
+        self.model = DDP(self.net) if self.size > 1 else self.net
+        self.call = self.net.body if self.part else self.model
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.0)
+        self.apart = copy.deepcopy(self.net)  # the reference's own backwards are not observed
 
     def make(self, workers):
         """Make sampler, loader and herd."""
-        self.workers = workers
-        self.sampler = OrderedSampler(
-            self.dataset, self.policy, batch_size=self.batch, unit=self.unit, seed=self.seed,
-            ahead=self.ahead,
-        )  # fmt: skip
+        self.workers, self.sampler = workers, self.make_sampler()
         self.loader = DataLoader(
             self.dataset, batch_size=self.batch, sampler=self.sampler, num_workers=workers,
             multiprocessing_context="fork" if workers else None,
@@ -164,10 +169,22 @@ class Loop:
             self.named_loader = CountingLoader(self.loader, self.sampler)
         else:
             self.named_loader = self.loader
-        rows = "batch" if self.unit > 1 else ExactRows(batch_dim=0 if self.part else None)
-        self.herd = attach(self.model, order=self.sampler, rows=rows, scaler=self.scaler)
+        self.herd = self.attach()
         if workers:  # A loader that fetches ahead is named.
             self.named_loader = self.herd.batches(self.named_loader)
+
+    def make_sampler(self):
+        return OrderedSampler(
+            self.dataset, self.policy, batch_size=self.batch, unit=self.unit, seed=self.seed,
+            ahead=self.ahead,
+        )  # fmt: skip
+
+    def make_reference(self):
+        return Reference(self.sampler, self.gradient)
+
+    def attach(self):
+        rows = "batch" if self.unit > 1 else ExactRows(batch_dim=0 if self.part else None)
+        return attach(self.model, order=self.sampler, rows=rows, scaler=self.scaler)
 
     def gradient(self, indices):
         loss = F.cross_entropy(self.apart(self.dataset.x[indices]), self.dataset.y[indices])
@@ -254,13 +271,13 @@ class Loop:
                     self.call(x)
                 continue
             if event == "look":
-                with torch.inference_mode():
+                with self.evaluating():
                     for other, _, _ in self.loader if self.workers == 0 else []:
                         self.net(other)
             finite = event != "overflow" or not self.scaled
             here = lonely in (None, self.rank)  # An overflow on one rank is one for all.
             synced = (steps + 1) % self.accumulate == 0 or not self.no_sync
-            with contextlib.nullcontext() if synced or self.size == 1 else self.model.no_sync():
+            with contextlib.nullcontext() if synced or self.size == 1 else self.unsynced():
                 self.backward(x, y, float("inf") if here and not finite else 1.0)
             # Where the loop fetches ahead, its last batches cannot be told apart in all cases:
             # then nothing is learned from them.
@@ -280,6 +297,12 @@ class Loop:
                     stop = None if stop is None else stop + 1  # something is trained on after it
         self.step()
         del self.batches
+
+    def evaluating(self):
+        return torch.inference_mode()
+
+    def unsynced(self):
+        return self.model.no_sync()
 
     def begin_pass(self, skip=0):
         """Begin to iterate, perhaps as a framework that skips the first batches itself."""
@@ -309,18 +332,28 @@ class Loop:
         """Save, begin anew as after a crash, and load."""
         self.restored = True
         self.step()
-        state = copy.deepcopy(self.herd.state_dict())
+        state = self.save()
         self.herd.detach()
         self.batches = None
-        self.make(0)
-        self.herd.load_state_dict(state, skipped_by=self.skipped_by)
+        self.load(state)
         self.said.append("restored")
         if self.naming == "from 0 after a restore":
             self.named_from = epoch
             self.sampler.set_epoch(0)
-        position = state["sampler"]["position"] if self.skipped_by == "loader" else 0
+        position = self.position(state) if self.skipped_by == "loader" else 0
         self.reference.skipped = (self.reference.ordering.version, position)
         self.begin_pass(-(-position // self.batch))
+
+    def save(self):
+        return copy.deepcopy(self.herd.state_dict())
+
+    def load(self, state):
+        self.make(0)
+        self.herd.load_state_dict(state, skipped_by=self.skipped_by)
+
+    def position(self, state):
+        """Return how many examples of the epoch a loader has to skip."""
+        return state["sampler"]["position"]
 
     def any_rank(self, this):
         """Return whether it is so on any rank."""

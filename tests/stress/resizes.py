@@ -29,6 +29,7 @@ from gradherd.lab.train.loop import Progress
 from gradherd.lab.train.rank_trainer import InMemoryDataset, RankTrainer
 from gradherd.lab.train.runner import CHECKPOINT_FOLDER, CheckpointOptions, run_all
 
+TASK = f"{Path(__file__).parents[2] / 'examples' / 'my_task.py'}:Spirals"
 EXAMPLES, BATCH, EPOCHS = 203, 8, 3
 
 
@@ -53,8 +54,8 @@ class Stop(Progress):
 def config(workers: int, sparsify: str, unit: int) -> RunConfig:
     """An odd number of examples; with a sparsifier, or with whole batches on the dense exchange."""
     return RunConfig.of(
-        "digits",
-        find_task("digits").defaults,
+        TASK,
+        find_task(TASK).defaults,
         order="cd-grab",
         sparsify=sparsify,
         density=None if sparsify == "dense" else 0.05,

@@ -17,7 +17,7 @@ from gradherd.lab.train.checkpoint import CheckpointStore, NoUsableCheckpoint
 from gradherd.lab.train.record import RECORD_FILE, read_record
 from gradherd.lab.train.runner import CHECKPOINT_FOLDER, CheckpointOptions, run_all
 from tests.lab.train.work import HERE, config_of
-from tests.stress.kills import differences, last_state, stress
+from tests.stress.kills import Training, differences, last_state, stress
 
 SINGLE = World.single()
 
@@ -257,8 +257,8 @@ def test_every_part_of_other_ranks_is_checked(tmp_path):
 
 
 def test_killed_and_gone_on():
-    found = stress(kills=1, epochs=3, every=3, seed=1, tell=lambda *args, **kwargs: None)
-    assert found["kills"] >= 1 and found["numbers"] > 100
+    found = stress([Training(epochs=3)], kills=1, seed=1)["both"]
+    assert found["kills"] >= 1 and found["numbers"] > 100 and not found["differing_runs"]
 
 
 def test_checkpoints_are_small(tmp_path: Path):
