@@ -65,8 +65,9 @@ docs: .venv-docs/.installed ## Build the documentation site in site/
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
-stress: $(STAMP) ## Kill runs 200 times, change their ranks, 10,000 damaged files, 2,000 loops (one hour)
+stress: $(STAMP) ## Kill runs 200 times, change their ranks, 10,000 damaged files, 2,300 loops (one hour)
 	@$(BIN)/python -m tests.attach.loops --loops 2000
+	@$(BIN)/python -m tests.stress.loops --loops 300 --sizes 2,4,3
 	@$(BIN)/python -m tests.stress.kills --kills 200
 	@$(BIN)/python -m tests.stress.resizes --chains 20
 	@$(BIN)/python -m tests.stress.shards --steps 200 --kills 5

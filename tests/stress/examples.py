@@ -94,7 +94,7 @@ def arguments(kind: str) -> list[str]:
     if kind.startswith("readme"):
         return []
     sparse = ["--sparsify", "exdyna"] if kind.startswith("example_sparse") else []
-    return ["--epochs", "2", *sparse]
+    return ["--epochs", "1", *sparse]
 
 
 def environment(rank: int, size: int, port: int) -> dict[str, str]:

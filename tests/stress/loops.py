@@ -188,7 +188,8 @@ class Composed(Loop):
                 fully_shard(layer, mesh=inside)
             self.model = fully_shard(self.net, mesh=inside)
         elif self.in_ddp:
-            self.model = DDP(self.net, bucket_cap_mb=0.001)
+            # Several buckets; those of a compiled model are torch's to choose.
+            self.model = DDP(self.net, bucket_cap_mb=None if self.compiled else 0.001)
         # Now: after a forward alone, FSDP's root has its whole parameters in the place of these.
         self.params, self.all_params = trained(self.net), list(self.net.parameters())
         self.call = self.model
@@ -380,8 +381,10 @@ class Composed(Loop):
             self.apply_pending()
         if self.taken < settings.every:
             return
-        self.taken, difference = 0, self.shared.detach() - self.before
-        own, kept = self.before, self.vectors()  # waits for the exchange
+        # With overlap, what has arrived is applied before the next exchange begins.
+        own = after if settings.overlap else self.before
+        self.taken, difference = 0, self.shared.detach() - own
+        kept = self.vectors()  # waits for the exchange
         left = kept["residual"].double() / settings.decay
         lost = kept.get("owner_error", torch.zeros(()))
         sent = self.residual.double() + difference.double() - left

@@ -544,8 +544,9 @@ def clip_together(grads: Sequence[Tensor], most: float | Tensor) -> None:
 
     If one is not finite, all become NaN: the step is called off then. A GPU is not waited for.
     """
-    # In double precision, so that it does not matter how a gradient is divided into tensors: real
-    # and simulated workers then find the same factor.
+    # In double precision, and the factor is rounded: it must not matter how a gradient is divided
+    # into tensors. DDP's buckets after a restart are others than before, simulated workers have
+    # none.
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
     scale_by(grads, torch.linalg.vector_norm(torch.stack(norms)), most)
 
@@ -554,6 +555,9 @@ def scale_by(grads: Sequence[Tensor], norm: Tensor, most: float | Tensor) -> Non
     """Scale tensors down in place whose () norm together is above `most`; see `clip_together`."""
     # The small number is that of torch.nn.utils.clip_grad_norm_. Infinity times zero is NaN.
     factor = (most / (norm + 1e-6)).clamp(max=1.0)
+    # To the 24 bits of a float32, but with the range of a double (Dekker's splitting).
+    split = factor * (2**29 + 1)
+    factor = split - (split - factor)
     for grad in grads:
         grad.mul_(factor.to(torch.float64 if grad.dtype == torch.float64 else torch.float32))
 
