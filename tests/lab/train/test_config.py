@@ -13,7 +13,7 @@ from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Defaults
 from gradherd.lab.train import config
 from gradherd.lab.train.config import RunConfig, plan_runs, run_settings
-from gradherd.lab.train.virtual_order import row_settings
+from gradherd.lab.train.virtual_trainer import row_settings
 from gradherd.rows.settings import SketchRows
 from gradherd.sparsify.partitioned import Online
 from tests.lab.train.work import config_of, record

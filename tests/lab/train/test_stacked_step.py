@@ -6,8 +6,12 @@ from torch import nn
 
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.optimizers import FunctionalOptimizer
-from gradherd.lab.train.stacked_step import StackedStep, _make_gradients, linear_form
-from gradherd.lab.train.vmap_layers import make_vmappable
+from gradherd.lab.train.stacked_step import (
+    StackedStep,
+    _make_gradients,
+    linear_form,
+    make_vmappable,
+)
 
 
 def _models(task, count):
@@ -116,6 +120,20 @@ def test_no_layer_of_a_task_is_looped_over(name):
         torch.testing.assert_close(row, expected, rtol=1e-3, atol=1e-5)
 
 
+def test_a_step_of_convolutions_can_be_traced():
+    task = find_task("cifar10-lenet")
+    models, flat = _models(task, 2)
+    columns = (torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8), torch.arange(6))
+    indices = torch.tensor([[[0, 1], [4, 3]], [[2, 5], [1, 0]]])
+    with torch.no_grad():
+        step = StackedStep(task, models[0], columns, FunctionalOptimizer(), flat)
+        (rows,), _ = step(torch.full((1, 2, 1), 0.01), indices.unsqueeze(0))
+    for model, batches, own in zip(models, indices, rows, strict=True):
+        for index, row in zip(batches, own, strict=True):
+            expected = _flat_grad(task.loss(model, *(c[index] for c in columns)), model)
+            torch.testing.assert_close(row, expected, rtol=1e-3, atol=1e-5)
+
+
 def _hmda_columns():
     generator = torch.Generator().manual_seed(0)
     return torch.randn(40, 18, generator=generator), torch.arange(40).remainder(2).float()
@@ -144,8 +162,8 @@ def test_closed_form_gradients_are_those_of_the_loss(group):
     task, columns = find_task("hmda"), _hmda_columns()
     models, flat = _models(task, 2)
     indices = torch.arange(2 * 4 * group).remainder(40).view(2, 4, group)
-    linear = linear_form(task, _make_gradients(task, models[0], columns), columns)
-    found = linear.gradients(flat, tuple(c[indices] for c in linear.tensors))
+    form, gradients = linear_form(task, _make_gradients(task, models[0], columns), columns)
+    found = gradients(flat, tuple(column[indices] for column in form))
     for model, batches, own in zip(models, indices, found, strict=True):
         for index, row in zip(batches, own, strict=True):
             expected = _flat_grad(task.loss(model, *(c[index] for c in columns)), model)

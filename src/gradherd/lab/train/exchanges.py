@@ -2,7 +2,7 @@
 
 Two seams for other methods. What averages gradients at every step has the members of
 `VirtualWorkers` (sparsifiers, PowerSGD). What has weights, or an optimizer, of its own on each
-worker is a `VirtualExchange` (local steps); `make_exchange` chooses.
+worker is a `VirtualExchange` (local steps).
 
 Letters: R workers, D parameters.
 """
@@ -63,11 +63,6 @@ class VirtualExchange(ABC):
     def evaluated(self) -> AbstractContextManager[None]:
         """Let the first model hold, inside, the weights that are evaluated."""
         return contextlib.nullcontext()
-
-
-def make_exchange(config: RunConfig, model: nn.Module) -> VirtualExchange:
-    """Return the exchange that the settings ask for."""
-    return (SharedModel if config.local_steps is None else LocalModels)(config, model)
 
 
 class SharedModel(VirtualExchange):

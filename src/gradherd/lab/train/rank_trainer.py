@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 from gradherd.comm.checks import TrainingDiverged
 from gradherd.comm.collectives import all_gather, broadcast
@@ -22,7 +22,7 @@ from gradherd.hooks.attach import attach
 from gradherd.hooks.bucket_hook import BucketHook
 from gradherd.hooks.herd import Herd
 from gradherd.hooks.state import EXCHANGES, merge_states
-from gradherd.lab.tasks.task import Split, Task, Tensors
+from gradherd.lab.tasks.task import Split, Task
 from gradherd.lab.train.checkpoint import Checkpointer, LoadedCheckpoint, NoUsableCheckpoint
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import BinnedSeries, can_track_prefix_sums, herding_bound
@@ -48,19 +48,6 @@ from gradherd.lab.train.trainer import (
 from gradherd.ordering.sampler import OrderedSampler
 
 log = logging.getLogger("gradherd")
-
-
-class InMemoryDataset(TensorDataset):
-    """Examples in memory; a DataLoader fetches a whole batch with one index."""
-
-    def __getitems__(self, indices: list[int]) -> Tensors:
-        """Return a batch; a DataLoader calls this instead of `__getitem__` if it exists."""
-        return tuple(tensor[indices] for tensor in self.tensors)
-
-
-def identity_collate(batch: Any) -> Any:
-    """Return the batch unchanged: `InMemoryDataset` has collated it already."""
-    return batch
 
 
 class MeanHook(BucketHook):
@@ -131,7 +118,7 @@ class RankTrainer:
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
         self._examples = EpochExamples(config, task, self._split.train)
         self._loss = TrainingLoss(config, task, len(split.train[0]), workers=1)
-        dataset = InMemoryDataset(*self._examples.tensors)
+        dataset = TensorDataset(*self._examples.tensors)
         self.sampler = OrderedSampler(
             dataset,
             config.order,
@@ -145,9 +132,9 @@ class RankTrainer:
         self._herd = self._attach()
         self._loader = DataLoader(
             dataset,
-            batch_size=config.batch_size,
-            sampler=self.sampler,
-            collate_fn=identity_collate,
+            # A list of indices fetches a whole batch, which needs no collating.
+            batch_size=None,
+            sampler=BatchSampler(self.sampler, config.batch_size, drop_last=False),
             # Its own generator: else the loader would draw from the model's random numbers.
             generator=torch.Generator(),
         )

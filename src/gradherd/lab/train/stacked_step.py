@@ -5,15 +5,18 @@ parameters are stacked, gradients of groups of examples come from torch.func, an
 step is built once: a small model spends its time in Python calls, not in arithmetic. On the CPU a
 traced graph runs in C++; on a GPU a captured graph runs without the host.
 
-Letters: S runs, K steps, G groups of a step (of all workers), B examples of a group, D parameters.
+Letters: S runs, K steps, G groups of a step (of all workers), B examples of a group, D parameters,
+C channels.
 """
 
+import copy
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -23,9 +26,10 @@ from gradherd.flat import FlatSpec
 from gradherd.lab.tasks.task import Task, Tensors, augments
 from gradherd.lab.train.cuda_graphs import GraphedFunction, SideBySide
 from gradherd.lab.train.optimizers import FunctionalOptimizer
-from gradherd.lab.train.vmap_layers import make_vmappable, prefers_loop
 
 Step = Callable[..., tuple[Tensor, ...]]
+Gradients = Callable[[Tensor, Tensors], Tensor]
+"""Returns (S, G, D) gradients of (S, D) parameters on (S, G, B) examples."""
 
 
 class StackedStep:
@@ -49,7 +53,7 @@ class StackedStep:
         gradients = _make_gradients(task, model, tensors)
         linear = linear_form(task, gradients, tensors)
         if linear is not None:
-            tensors, gradients = linear.tensors, linear.gradients
+            tensors, gradients = linear
         self.takes_several = linear is not None
         """Whether several steps in a call are faster than one by one.
 
@@ -113,9 +117,7 @@ class _GraphCache:
         return self._traced[shapes](*tensors)
 
 
-def _make_gradients(
-    task: Task, model: nn.Module, tensors: Tensors
-) -> Callable[[Tensor, tuple[Tensor, ...]], Tensor]:
+def _make_gradients(task: Task, model: nn.Module, tensors: Tensors) -> Gradients:
     spec, vmappable = FlatSpec.of(model), make_vmappable(model)
 
     def loss_of_group(flat: Tensor, *examples: Tensor) -> Tensor:
@@ -131,8 +133,7 @@ def _make_gradients(
     if prefers_loop(model):
         of_runs = _loop_over_runs(of_groups, on_gpu=tensors[0].is_cuda)
 
-    def gradients(parameters: Tensor, examples: tuple[Tensor, ...]) -> Tensor:
-        """Return (S, G, D) gradients of (S, D) parameters on (S, G, B) examples."""
+    def gradients(parameters: Tensor, examples: Tensors) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):  # vmap has no rule for the fused kernels.
             grads: Tensor = of_runs(parameters, *examples)
         return grads
@@ -161,43 +162,41 @@ def _loop_over_runs(function: Callable[..., Tensor], *, on_gpu: bool) -> Callabl
     return looped
 
 
-class LinearForm:
-    """Closed-form gradients of a task whose scores are linear in the parameters.
+def linear_form(
+    task: Task, gradients: Gradients, tensors: Tensors
+) -> tuple[Tensors, Gradients] | None:
+    """Return the closed form of a task whose scores are linear in the parameters, if it has one.
 
     Seven operations per step, where autograd and vmap take eighty: such a model is all overhead.
+
+    Returns:
+        (n, D) features and (n,) targets, and the function that returns the gradients on these.
+
+    Raises:
+        RuntimeError: Its gradients are not those of autograd.
     """
-
-    def __init__(self, task: Task, form: tuple[Tensor, Tensor]) -> None:
-        self.tensors, self._score_gradient = form, task.score_gradient
-
-    def gradients(self, parameters: Tensor, examples: tuple[Tensor, ...]) -> Tensor:
-        """Return (S, G, D) gradients of (S, D) parameters on (S, G, B) examples."""
-        features, targets = examples
-        scores = torch.bmm(features.flatten(1, 2), parameters.unsqueeze(2)).view(targets.shape)
-        grads = features * self._score_gradient(scores, targets).unsqueeze(-1)
-        return grads.squeeze(2) if grads.shape[2] == 1 else grads.mean(2)
-
-
-def linear_form(
-    task: Task, gradients: Callable[[Tensor, tuple[Tensor, ...]], Tensor], tensors: Tensors
-) -> LinearForm | None:
-    """Return the closed form of a task that has one; compare it with autograd's gradients first."""
     # Augmented examples change from epoch to epoch, which features computed once would miss.
     form = None if augments(task) else task.linear_form(*tensors)
     if form is None:
         return None
-    linear = LinearForm(task, form)
-    size, device = linear.tensors[0].shape[1], tensors[0].device
+
+    def of_scores(parameters: Tensor, examples: Tensors) -> Tensor:
+        features, targets = examples
+        scores = torch.bmm(features.flatten(1, 2), parameters.unsqueeze(2)).view(targets.shape)
+        grads = features * task.score_gradient(scores, targets).unsqueeze(-1)
+        return grads.squeeze(2) if grads.shape[2] == 1 else grads.mean(2)
+
+    size, device = form[0].shape[1], tensors[0].device
     flat = torch.linspace(-1, 1, 2 * size, device=device).view(2, size)
     sample = torch.arange(8, device=device).remainder(len(tensors[0])).view(2, 2, 2)
-    found = linear.gradients(flat, tuple(tensor[sample] for tensor in linear.tensors))
+    found = of_scores(flat, tuple(tensor[sample] for tensor in form))
     expected = gradients(flat, tuple(tensor[sample] for tensor in tensors))
     if not torch.allclose(found, expected, rtol=1e-3, atol=1e-5):
         raise RuntimeError(
             "the task's linear_form() and score_gradient() differ from the gradients of its loss() "
             f"by up to {float((found - expected).abs().max()):.2g}: correct or remove them"
         )
-    return linear
+    return form, of_scores
 
 
 class FunctionalModel:
@@ -231,3 +230,116 @@ def _trace(step: Step, tensors: Sequence[Tensor]) -> Step:
     if all(torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True) for a, b in pairs):
         return traced
     raise RuntimeError("a traced step differs from the step itself: train without --virtual")
+
+
+class _PatchConvFunction(torch.autograd.Function):
+    """A convolution whose weight gradient is a matrix product with image patches.
+
+    vmap turns per-example weight gradients of a convolution into a grouped convolution with one
+    group per example, which libraries process one by one; this is one batched matrix product.
+    """
+
+    # Makes torch.func derive the rule by vmapping forward and backward, which are plain operators.
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(images: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Tensor:
+        return F.conv2d(images, weight, None, stride, padding, dilation)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        images, weight, *ctx.settings = inputs
+        ctx.save_for_backward(images, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        images, weight = ctx.saved_tensors
+        stride, padding, dilation = ctx.settings
+        grad_images = None
+        if ctx.needs_input_grad[0]:
+            # Not by torch.nn.grad.conv2d_input, which torch.jit cannot trace. Rows and columns at
+            # the border that no output covers have no gradient.
+            spans = [
+                (out - 1) * step - 2 * pad + gap * (k - 1) + 1
+                for out, step, pad, gap, k in zip(
+                    grad_output.shape[-2:],
+                    stride,
+                    padding,
+                    dilation,
+                    weight.shape[-2:],
+                    strict=True,
+                )
+            ]
+            uncovered = [size - span for size, span in zip(images.shape[-2:], spans, strict=True)]
+            grad_images = F.conv_transpose2d(
+                grad_output, weight, None, stride, padding, uncovered, dilation=dilation
+            )
+        patches = _patches(images, weight.shape[-2:], grad_output.shape[-2:], *ctx.settings)
+        # (B, C', H' W') by (B, H' W', C k k), summed over B.
+        grad_weight = (grad_output.flatten(2) @ patches.mT).sum(0).view(weight.shape)
+        return grad_images, grad_weight, None, None, None
+
+
+def _patches(
+    images: Tensor, kernel: Any, out: Any, stride: Any, padding: Any, dilation: Any
+) -> Tensor:
+    """Return (B, C k k, H' W') the input patch of each output position.
+
+    One slice per kernel position: vmap has no rule for torch.nn.functional.unfold.
+    """
+    padded = F.pad(images, (padding[1], padding[1], padding[0], padding[0]))
+    slices = [
+        padded[
+            :,
+            :,
+            dilation[0] * row : dilation[0] * row + stride[0] * (out[0] - 1) + 1 : stride[0],
+            dilation[1] * column : dilation[1] * column + stride[1] * (out[1] - 1) + 1 : stride[1],
+        ]
+        for row in range(kernel[0])
+        for column in range(kernel[1])
+    ]
+    return torch.stack(slices, 2).flatten(1, 2).flatten(2)
+
+
+class PatchConv2d(nn.Conv2d):
+    """A convolution with per-example weight gradients as one batched matrix product."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map (B, C, H, W) to (B, C', H', W')."""
+        out: Tensor = _PatchConvFunction.apply(  # type: ignore[no-untyped-call]
+            images, self.weight, self.stride, self.padding, self.dilation
+        )
+        return out if self.bias is None else out + self.bias.view(-1, 1, 1)
+
+
+def prefers_loop(model: nn.Module) -> bool:
+    """Return whether models should be looped over, with vmap only over each model's examples.
+
+    Libraries are fast at convolving many images with one set of weights, but not with one set
+    per model.
+
+    >>> prefers_loop(nn.Conv2d(3, 6, 5)), prefers_loop(nn.Linear(2, 2))
+    (True, False)
+    """
+    return any(isinstance(module, nn.modules.conv._ConvNd) for module in model.modules())
+
+
+def make_vmappable(model: nn.Module) -> nn.Module:
+    """Return a copy with layers that vmap can batch; parameter names stay the same."""
+    # A copy: changing the class in place would change the model that evaluates.
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        # Same parameters and settings, another forward: changing the class is enough.
+        if _plain_conv(module):
+            module.__class__ = PatchConv2d
+    return model
+
+
+def _plain_conv(module: nn.Module) -> bool:
+    return (
+        type(module) is nn.Conv2d
+        and module.groups == 1
+        and module.padding_mode == "zeros"
+        # "same" and "valid" would have to be turned into numbers first.
+        and not isinstance(module.padding, str)
+    )

@@ -29,7 +29,7 @@ from gradherd.lab.train.trainer import (
     StepCallback,
     evaluate,
 )
-from gradherd.lab.train.virtual_order import VirtualCoordination, make_ordering, row_settings
+from gradherd.lab.train.virtual_trainer import VirtualCoordination, make_ordering, row_settings
 from gradherd.ordering.coordination import finite_batches
 from gradherd.rows.capture import Capture
 from gradherd.rows.settings import RowSettings, SketchRows, TwoSidedRows

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
@@ -109,12 +109,8 @@ class Evaluation:
     metric: float | None
 
 
-class StepCallback(Protocol):
-    """Is called after training steps."""
-
-    def __call__(self, steps: int = 1) -> None:
-        """Advance by a number of steps."""
-        ...
+StepCallback = Callable[..., None]
+"""Is called after training steps, with their number if it is not 1."""
 
 
 class Trainer(Protocol):
