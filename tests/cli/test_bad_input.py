@@ -130,6 +130,11 @@ train digits --lr-drop 0.1 | --lr-drop and lr_drop_every go together, got 0.1 an
 train digits --lr-drop 2 --lr-drop-every 1 | --lr-drop must be in (0, 1], got 2
 train digits --local-steps 0 | --local-steps must be at least 1, got 0
 train digits --sketch-size 8 | --sketch-size
+train digits --augment | task 'digits' has no augmentation: leave out augment
+train digits --order cd-grab --rows payload | rows 'payload' order whole batches: got unit 1 of 4
+train digits --order cd-grab --rows payload --virtual --unit 4 | 'payload' are what a sparsifier sends
+train digits --order cd-grab --rows batch | rows 'batch' order whole batches: got unit 1 of 4
+compare digits --tune lr=1,2 --limit 2 --virtual | 2 examples are too few to hold out a share of 0.2
 train digits --device gpu | --device must be cpu or cuda, got 'gpu'
 train digits --checkpoint-every 0 | --checkpoint-every
 train digits extra | there is no option or argument extra here
@@ -251,13 +256,13 @@ advise --params 1e99 --backward 1s | --params: '1e99' must be at most 1e+15 para
 advise | --params is missing: the number of parameters, such as 25M
 advise --params 25M | --backward is missing: the time of a backward pass on one worker
 advise --params many --backward 50ms | --params: 'many' is not a number of parameters
-advise --params 0.5 --backward 50ms | --params must be at least 1
+advise --params 0.5 --backward 50ms | --params must be in [1, inf), got 0.5
 advise --model resnet50 --bandwidth fast | --bandwidth: 'fast' is not a link
 advise --model resnet50 --latency '1 week' | --latency: '1 week' is not a time
 advise --model resnet50 --workers 1000000000 | --workers must be at most
 advise --model resnet50 --density nan | --density must be in (0, 1], got nan
-advise --model resnet50 --rank 0 | --rank must be at least 1, got 0
-advise --model resnet50 --side 0 | --side must be at least 1
+advise --model resnet50 --rank 0 | --rank must be in [1, inf), got 0
+advise --model resnet50 --side 0 | --side must be in [1, inf), got 0.0
 advise --model resnet50 --overlap 2 | --overlap must be in [0, 1], got 2.0
 advise --model resnet50 --device tpu | --device: unknown 'tpu'
 advise --model resnet50 --overhead fp16=x | --overhead: fp16: 'x' is not a time

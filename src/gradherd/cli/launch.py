@@ -13,13 +13,13 @@ import torch.distributed as dist
 
 from gradherd.cli.folders import finished_record, mark_unfinished
 from gradherd.cli.options import TrainingOptions
-from gradherd.cli.parser import CommandFailed
+from gradherd.cli.parser import CommandFailed, UsageError
 from gradherd.cli.progress import ProgressBar, is_quiet
 from gradherd.cli.terminal import under_torchrun
 from gradherd.comm.world import World, join_torchrun_group
 from gradherd.lab.ranks import RankError, run_ranks
 from gradherd.lab.tasks.data_files import DamagedData
-from gradherd.lab.tasks.task import BadTask
+from gradherd.lab.tasks.task import BadTask, UnsuitableSettings
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.record import RunRecord
 from gradherd.lab.train.runner import CheckpointOptions, run_all
@@ -113,7 +113,9 @@ def train_runs(
         interrupted = isinstance(error, KeyboardInterrupt)
         with contextlib.suppress(OSError):
             mark_unfinished(out, "interrupted" if interrupted else "failed")
-        # Sentences about a user's data or task: no defect to trace.
+        # Sentences about a user's settings, data or task: no defect to trace.
+        if isinstance(error, UnsuitableSettings):
+            raise UsageError(str(error)) from None
         if isinstance(error, DamagedData | BadTask):
             raise CommandFailed(str(error)) from None
         if isinstance(error, RankError):

@@ -26,7 +26,14 @@ from torch import Tensor, nn
 from gradherd.comm.world import World
 from gradherd.lab.ranks import in_pool, process_pool, start_fork_server
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.tasks.task import Split, Task, carries_state, load_split
+from gradherd.lab.tasks.task import (
+    Split,
+    Task,
+    UnsuitableSettings,
+    augments,
+    carries_state,
+    load_split,
+)
 from gradherd.lab.train.checkpoint import Checkpointer, CheckpointStore, LoadedCheckpoint
 from gradherd.lab.train.config import RunConfig, count_steps
 from gradherd.lab.train.loop import Progress, RunWriter, new_record, run_epochs
@@ -79,9 +86,22 @@ class CheckpointOptions:
 def check_suitable(configs: Sequence[RunConfig], data_dir: Path | None = None) -> None:
     """Raise UnsuitableSettings if a run would be refused once its examples are loaded.
 
-    Only tasks that carry a state refuse any; the examples of others are not loaded for this.
+    They are loaded for this if the task carries a state: what it takes depends on their number.
     """
     task, examples = find_task(configs[0].task), dict[int | None, int]()
+    for config in configs:
+        if config.augment and not augments(task):
+            raise UnsuitableSettings(f"task {task.name!r} has no augmentation: leave out augment")
+        reads = config.rows if make_policy(config.order).needs_rows else ""
+        got = f"got unit {config.unit} of {config.batch_size}"
+        if reads in ("batch", "payload") and config.unit != config.batch_size:
+            raise UnsuitableSettings(f"rows {reads!r} order whole batches: {got}")
+        sends = config.density is not None and config.local_steps is None
+        if reads == "payload" and not (sends and config.virtual):
+            raise UnsuitableSettings(
+                "rows 'payload' are what a sparsifier sends at every step, on simulated workers: "
+                f"got {config.exchange!r}"
+            )
     if not carries_state(task):
         return
     for config in configs:

@@ -58,7 +58,7 @@ def hold_out(task: Task, split: Split, share: float) -> tuple[Task, Split]:
     """Return the task with the loss on held-out examples as its metric, and these examples.
 
     Raises:
-        ValueError: There are too few examples, or the task carries a state through them.
+        UnsuitableSettings: Examples are too few, or the task carries a state through them.
     """
     check_can_hold_out(task)
     count, exact = len(split.train[0]), Fraction(share).limit_denominator(1000)
@@ -67,7 +67,7 @@ def hold_out(task: Task, split: Split, share: float) -> tuple[Task, Split]:
     reached = torch.arange(count + 1) * exact.numerator // exact.denominator
     held = reached[1:] > reached[:-1]
     if held.all() or not held.any():
-        raise ValueError(f"{count} examples are too few to hold out a share of {share}")
+        raise UnsuitableSettings(f"{count} examples are too few to hold out a share of {share}")
     parts = (tuple(tensor[which] for tensor in split.train) for which in (~held, held))
     return HeldOutTask(task), Split(*parts)
 
