@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from gradherd.rows import Capture, describe
 from gradherd.rows.batch_dims import BatchDims
 from gradherd.rows.settings import ExactRows
-from gradherd.rows.sink import INPUT, SinkPool
+from gradherd.rows.sink import SinkPool
 from tests.rows.reference import batch_gradient, close, loop_over_examples
 
 BATCH = 5
@@ -195,21 +195,17 @@ def test_a_subclass_with_another_forward_has_no_rule() -> None:
 
 
 def test_sizes_decide_where_the_model_was_not_run_with_one_more_example() -> None:
-    def find(dims: BatchDims, *shape: int, batch: int | None = 4) -> int | None:
-        return dims.find("x", INPUT, torch.Size(shape), len(shape) - 1, batch)
+    def find(*shape: int, given: int | None = None, batch: int | None = 4) -> int | None:
+        pool = SinkPool(torch.empty(0), None)
+        pool.given_dim, pool.batch = given, batch
+        return BatchDims(nn.Module(), pool).of_output("x", 0, torch.Size(shape))
 
-    pool = SinkPool(torch.empty(0), None)
-    unknown, given = (
-        BatchDims(nn.Module(), SinkPool(torch.empty(0), None)),
-        BatchDims(nn.Module(), pool),
-    )
-    pool.given_dim = 1
-    assert find(unknown, 4, 5, 4) == 0
-    assert find(unknown, 5, 4, 3) == 1
-    assert find(unknown, 5, 3, 4) is None  # the last holds features
-    assert find(unknown, 4, 4, 3) is None  # either may hold the examples
-    assert find(unknown, 1, 4, 3) is None  # broadcast over the examples
-    assert find(given, 4, 4, 3) == 1
-    assert find(given, 4, 5, 3) == 0
-    assert find(given, 4, 5, 3, batch=None) == 1  # a part of the model is called by itself
-    assert find(unknown, 4, 5, 3, batch=None) is None
+    assert find(4, 5, 3) == 0
+    assert find(5, 4, 3) == 1
+    assert find(5, 2, 3) is None
+    assert find(4, 4, 3) is None  # either may hold the examples
+    assert find(1, 4, 3) is None  # broadcast over the examples
+    assert find(4, 4, 3, given=1) == 1
+    assert find(4, 5, 3, given=1) == 0
+    assert find(4, 5, 3, given=1, batch=None) == 1  # a part of the model is called by itself
+    assert find(4, 5, 3, batch=None) is None

@@ -69,34 +69,19 @@ class BatchDims:
         """Batch dimension of the model's inputs, as far as it is known."""
         return self._model_dim if self._model_dim is not None else self._pool.given_dim or 0
 
-    def find(
-        self, name: str, index: int, shape: torch.Size, candidates: int, batch: int | None
-    ) -> int | None:
-        """Return the dimension of a module's tensor that holds the examples; None without one.
-
-        Args:
-            name: Of the module.
-            index: Of its output, or INPUT.
-            shape: Of the tensor.
-            candidates: How many of its first dimensions may hold them.
-            batch: Examples of the forward that runs; None where a part of the model is called by
-                itself.
-        """
+    def of_output(self, name: str, index: int, shape: torch.Size) -> int | None:
+        """Return the dimension of a module's output that holds the examples; None without one."""
         if (name, index, len(shape)) in self._known:
-            dim = self._known[name, index, len(shape)]
-            return dim if dim is not None and dim < candidates else None
+            return self._known[name, index, len(shape)]
         # Sizes decide, and what they leave open has no rows.
-        given = self._pool.given_dim
-        if batch is not None:
-            fits = [dim for dim in range(candidates) if shape[dim] == batch]
-            if given in fits:
-                return given
-            # (1, T) is broadcast over the examples; T may still equal their number.
-            return fits[0] if len(fits) == 1 and (fits[0] == 0 or shape[0] != 1) else None
-        # Indices (T,) may be positions, looked up once for all examples.
-        least = 2 if index == INPUT else 1
-        is_given = given is not None and given < candidates and len(shape) >= least
-        return given if is_given else None
+        given, batch = self._pool.given_dim, self._pool.batch_now()
+        if batch is None:  # a part of the model is called by itself
+            return given if given is not None and given < len(shape) else None
+        fits = [dim for dim, size in enumerate(shape) if size == batch]
+        if given in fits:
+            return given
+        # (1, T) is broadcast over the examples; T may still equal their number.
+        return fits[0] if len(fits) == 1 and (fits[0] == 0 or shape[0] != 1) else None
 
     def look_at(self, args: Any, kwargs: Any) -> int | None:
         """Return the examples of a batch that the model is about to take; None without tensors.

@@ -9,8 +9,7 @@ Shapes: B examples, N elements of a sink, k elements of a row, D elements of all
 """
 
 import logging
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -21,10 +20,10 @@ from gradherd.flat import FlatSpec
 from gradherd.rows.batch_dims import BatchDims
 from gradherd.rows.layer_plan import LayerPlan, unwrap_model
 from gradherd.rows.module_hooks import UncopiedHook
-from gradherd.rows.row_check import Registrar, RowCheck, tolerance
+from gradherd.rows.row_check import LOOK_CLOSER, Registrar, RowCheck
 from gradherd.rows.settings import ExactRows, SketchRows, TwoSidedRows
 from gradherd.rows.sink import SinkPool, at_least_float32, is_spectrum
-from gradherd.rows.sink_layers import DirectLayer, MapSettings
+from gradherd.rows.sink_layers import MapSettings
 from gradherd.rows.sketch import CountSketch, hashes
 from gradherd.rows.torch_names import current_backward, mark_constant
 
@@ -32,10 +31,6 @@ log = logging.getLogger("gradherd")
 
 # Gradients that `matrix` maps at a time.
 _MATRIX_ROWS = 1024
-LOOK_CLOSER = 2
-"""Byte of a check: one of several parameters has no usable rows; the next batch will tell which."""
-Slots = dict[int, list[Tensor]]
-"""Rows (B, n) of a parameter, by the map of its layer: those of each layer that uses it."""
 Reduction = Literal["mean", "sum"]
 _EXACT = ExactRows()
 
@@ -103,11 +98,8 @@ class Capture:
         )
         self._tensors = maps.tensors
         self._looks_closer = False
-        self._dtypes = {p.dtype for p in self._parameters}  # and that of autocast
         self._task = -1
         self._began: Callable[[], None] = lambda: None
-        self._failures: dict[str, str] | None = None  # of the batch that waits, once checked
-        self._suspects: set[str] = set()  # keys of sinks whose sums are wrong
         self._look_traced = mark_constant(lambda *given: self._look_at_given(*given))
         plan = LayerPlan(model, self.spec, maps, self._pool, self._dims)
         self._uses, self._untap = plan.uses, plan.untap
@@ -127,9 +119,10 @@ class Capture:
         self._check = RowCheck(
             self.spec,
             self._parameters,
+            self._uses,
+            self._pool,
             strict=settings.strict,
             register=sharded,
-            project=self._project,
         )
         self._pool.on_arrival = self._check.began = self._begin
         self._pool.is_apart = self._check.due
@@ -172,7 +165,7 @@ class Capture:
         """Return the examples of a batch; find batch dimensions if its kind is new."""
         kind_of_device = self._like.device.type
         if torch.is_autocast_enabled(kind_of_device):
-            self._dtypes.add(torch.get_autocast_dtype(kind_of_device))
+            self._check.dtypes.add(torch.get_autocast_dtype(kind_of_device))
         return self._dims.look_at(args, kwargs)
 
     # The same while the model is traced: these are part of the graph.
@@ -224,13 +217,6 @@ class Capture:
 
     # Checks.
 
-    def _project(self, index: int, grad: Tensor) -> Tensor:
-        """Map a parameter's gradient to what its rows add up to; called while a check is due."""
-        if index not in self._uses:
-            return grad.new_zeros(0)
-        with torch.no_grad():
-            return torch.cat(self._uses[index][0].project(at_least_float32(grad)))
-
     def check_bitmask(self, examples: int) -> Tensor | None:
         """Check the rows that wait if a check is due.
 
@@ -246,120 +232,7 @@ class Capture:
         if not self._check.due:
             return None
         self._refuse_mismatch(examples)
-        apart, groups = self._by_sinks()
-        measured = {index: self._measure(index, slots) for index, slots in apart.items()}
-        measured = {index: found for index, found in measured.items() if math.isfinite(found[1])}
-        dtypes = self._dtypes | self._pool.dtypes
-        if any(getattr(layer, "in_float32", False) for layer in self._pool.layers):
-            dtypes.add(torch.float32)
-        autocast = [self._like.to(dtype) for dtype in dtypes]
-        allowed = tolerance([self._like, *autocast])
-        with_rows = {index for index, slots in apart.items() if slots}
-        self._failures = self._check.judge(measured, with_rows, allowed, self._like.dtype)
-        self._failures |= self._used_once(apart, examples) | self._without_batch()
-        self._suspects = {
-            key for key, members in groups.items() if not self._adds_up(key, members, allowed)
-        }
-        mask = self._check.mask(self._failures)
-        for key in self._suspects:
-            for index, _ in groups[key]:
-                mask[index] = max(int(mask[index]), LOOK_CLOSER)
-        return mask
-
-    def _by_sinks(self) -> tuple[dict[int, Slots], dict[str, list[tuple[int, int]]]]:
-        """Return the rows of parameters that are known apart, by their slots, and the others.
-
-        The others by the sinks that they share: index and slot of each.
-        """
-        arrived = self._pool.arrived
-        apart: dict[int, Slots] = {}
-        groups: dict[str, list[tuple[int, int]]] = {}
-        for index, uses in self._uses.items():
-            if self._check.is_left_out(index):
-                continue
-            found: Slots = {}
-            shared = []
-            for use in uses:
-                for slot in use.slots:
-                    if (key := use.layer.own_keys[slot]) in arrived:
-                        found.setdefault(slot, []).append(use.columns(slot, arrived[key]))
-                if (key := use.layer.keys[use.usual_slot]) in arrived:
-                    shared.append((key, use.usual_slot))
-            if found or not shared:
-                apart[index] = found
-            else:
-                for key, slot in dict.fromkeys(shared):
-                    groups.setdefault(key, []).append((index, slot))
-        return apart, groups
-
-    def _reference(self, index: int, slot: int) -> Tensor | None:
-        """Return the part of a projected gradient that belongs to a slot."""
-        whole, (use, *_) = self._check.reference(index), self._uses[index]
-        if whole is None or use.local:
-            return whole
-        sizes = [use.layer.maps[one].size for one in use.slots]
-        parts: tuple[Tensor, ...] = whole.split(sizes)
-        return parts[use.slots.index(slot)]
-
-    def _measure(self, index: int, slots: Slots) -> tuple[float, float, float]:
-        """Return the norms of error and gradient, and the sum of the norms of the rows."""
-        if not slots:  # rows of a parameter without any are compared with its gradient
-            whole = self._check.reference(index)
-            alone = 0.0 if whole is None else float(whole.norm())
-            return alone, alone, 0.0
-        total = self._like.new_zeros(3)
-        for slot, uses in slots.items():
-            rows = at_least_float32(uses[0] if len(uses) == 1 else torch.stack(uses).sum(0))
-            error, reference = rows.sum(0), self._reference(index, slot)
-            size = error.new_zeros(())
-            if reference is not None:
-                error, size = error - reference.to(error), reference.norm()
-            # Of each use by itself: rows of two uses may cancel.
-            norms = sum(at_least_float32(one).norm(dim=1).sum() for one in uses)
-            total += torch.stack([error.norm(), size.to(error), torch.as_tensor(norms).to(error)])
-        error_norm, size_norm, row_norms = total.tolist()
-        return error_norm, size_norm, row_norms
-
-    def _adds_up(self, key: str, members: list[tuple[int, int]], allowed: float) -> bool:
-        """Say whether the rows in a sink add up to the gradients of all its parameters."""
-        rows = at_least_float32(self._pool.arrived[key])
-        total = rows.sum(0)
-        for index, slot in members:
-            reference = self._reference(index, slot)
-            if reference is not None:
-                self._uses[index][0].columns(slot, total[None])[0].sub_(reference.to(total))
-        error, norms = torch.stack([total.norm(), rows.norm(dim=1).sum()]).tolist()
-        return not math.isfinite(norms) or error <= allowed * norms + 1e-30
-
-    def _used_once(self, apart: Mapping[int, Slots], examples: int) -> dict[str, str]:
-        """Return parameters with a copy for each example of which only the first was used."""
-        found = {}
-        for index, slots in apart.items():
-            if slots and isinstance(self._uses[index][0].layer, DirectLayer):
-                (uses,) = slots.values()
-                rows = uses[0][:examples]
-                used, same = (rows != 0).any(1), (rows == rows[:1]).all()
-                once = bool(used[0]) and (not bool(used[1:].any()) or bool(same))
-                if len(used) > 1 and once:
-                    found[self.spec.names[index]] = "its module uses it once for all examples"
-        return found
-
-    def _without_batch(self) -> dict[str, str]:
-        """Return the parameters of layers whose input holds no examples, with the reason."""
-        strangers = self._pool.strangers
-        if strangers and self._pool.last_batch is None and self._pool.given_dim is None:
-            raise ValueError(
-                f"the loop calls parts of the attached model ({', '.join(strangers)}), not the "
-                "model itself, so it is not known which dimension of their inputs holds the "
-                "examples: call the model, or give the settings of rows batch_dim=0 if it is the "
-                "first one"
-            )
-        return {
-            self.spec.names[index]: strangers[use.layer.name]
-            for index, uses in self._uses.items()
-            for use in uses
-            if use.layer.name in strangers
-        }
+        return self._check.check(examples)
 
     def leave_out(self, mask: Tensor) -> None:
         """Leave out the parameters whose byte in `mask` says so, from the rows that wait on.
@@ -369,22 +242,15 @@ class Capture:
         """
         flags = dict(zip(self.spec.names, mask.tolist(), strict=True))
         chosen = [name for name, byte in flags.items() if byte not in (0, LOOK_CLOSER)]
-        failures = self._failures or {}
+        failures = self._check.failures or {}
         try:
-            self._leave_out({name: failures.get(name, "on another rank") for name in chosen})
+            self._check.leave_out({name: failures.get(name, "on another rank") for name in chosen})
         except RuntimeError:
             self.clear()
             raise
         # Sums are wrong: on the next batch every layer has sinks of its own, so that it is known
         # which parameter it is.
         self._looks_closer = LOOK_CLOSER in flags.values()
-
-    def _leave_out(self, reasons: Mapping[str, str]) -> None:
-        self._check.leave_out(reasons)
-        for index, uses in self._uses.items():
-            if self.spec.names[index] in reasons:
-                for use in uses:
-                    use.silence()
 
     def _refuse_mismatch(self, examples: int) -> None:
         sizes = set(self._pool.sizes)
@@ -425,10 +291,10 @@ class Capture:
         scale = row_scale(examples, reduction, loss_scale)
         try:
             self._refuse_mismatch(examples)
-            if self._failures is None and (mask := self.check_bitmask(examples)) is not None:
+            if self._check.failures is None and (mask := self.check_bitmask(examples)) is not None:
                 self.leave_out(mask)
             # Not in step with other ranks, which follow with the next check.
-            self._leave_out(self._without_batch())
+            self._check.leave_out(self._check.without_batch())
             with torch.no_grad():
                 rows = self._exact(examples) if self._is_exact else self._sketched(examples)
             self._warn_of_unfrozen()
@@ -485,7 +351,7 @@ class Capture:
         """Add columns that layers have mapped gradients to, to rows (B, k)."""
         arrived, left_out = self._pool.arrived, self._check.left_out
         columns = {key: rows for key, rows in arrived.items() if key in self._layout}
-        for key in self._suspects:  # until it is known what is wrong with them
+        for key in self._check.suspects:  # until it is known what is wrong with them
             columns.pop(key, None)
         apart = [layer for layer in self._pool.layers if not layer.has_own_sinks]
         apart = apart if any(key not in self._layout for key in arrived) else []
@@ -570,7 +436,7 @@ class Capture:
     def clear(self) -> None:
         """Forget everything recorded."""
         self._pool.clear()
-        self._failures, self._suspects, self._looks_closer = None, set(), False
+        self._looks_closer = False
         self._check.clear()
 
     def remove_hooks(self) -> None:

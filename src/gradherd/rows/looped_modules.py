@@ -147,11 +147,8 @@ class LoopedModule(SketchedLayer):
         tapped = {i: out for i, out in enumerate(tensor_leaves(outputs)) if out.requires_grad}
         if not tapped or not self._wanted():
             return None
-        batch, shapes = pool.batch_now(), [out.shape for out in tapped.values()]
-        dims = [
-            self._dims.find(self.name, index, out.shape, out.dim(), batch)
-            for index, out in tapped.items()
-        ]
+        shapes = [out.shape for out in tapped.values()]
+        dims = [self._dims.of_output(self.name, i, out.shape) for i, out in tapped.items()]
         use = _Use(self, [get_gradient_edge(out) for out in tapped.values()], shapes, dims)
         if use.examples is not None:
             pool.see(use.examples, next(iter(tapped.values())))

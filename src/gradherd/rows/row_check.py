@@ -6,18 +6,22 @@ Where they differ, the rows describe another function than the one that is train
 used outside the module that owns it, the loss contains gradients, or an output stayed hidden. Such
 a parameter is left out of the rows from then on.
 
-Shapes: B examples, N elements of a parameter.
+Shapes: B examples, n columns of a parameter's rows.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradherd.flat import FlatSpec
+from gradherd.rows.layer_plan import ParameterUse
 from gradherd.rows.module_hooks import register_first, remove_hook
+from gradherd.rows.sink import SinkPool, at_least_float32
+from gradherd.rows.sink_layers import DirectLayer
 
 log = logging.getLogger("gradherd")
 
@@ -27,6 +31,8 @@ CHECK_EVERY = 1000
 """Batches between later checks: paths that depend on the data may come up late."""
 MAX_SHARE = 0.5
 """Share of the elements that may be left out before the rest is no basis for an order."""
+LOOK_CLOSER = 2
+"""Byte of a check: one of several parameters has no usable rows; the next batch will tell which."""
 
 _RELEVANT_SHARE = 1e-2
 """Share of the whole row below which errors are measured against the whole row."""
@@ -44,6 +50,8 @@ _TF32_TOLERANCE = 16 * 2**-11
 
 Registrar = Callable[[nn.Parameter, Callable[[Tensor], None]], Any]
 """Has a function called with each gradient of a parameter; returns what removes it."""
+Slots = dict[int, list[Tensor]]
+"""Rows (B, n) of a parameter, by the map of its layer: those of each layer that uses it."""
 
 
 class RowCheck:
@@ -53,21 +61,22 @@ class RowCheck:
         self,
         spec: FlatSpec,
         parameters: Sequence[nn.Parameter],
+        uses: Mapping[int, Sequence[ParameterUse]],
+        pool: SinkPool,
         *,
         strict: bool = False,
         register: Registrar | None = None,
-        project: Callable[[int, Tensor], Tensor],
     ) -> None:
         """Register a hook on each parameter.
 
         Args:
             spec: Names and sizes of the parameters.
             parameters: The parameters, in the order of `spec`.
+            uses: The layers that use each parameter, by its index.
+            pool: The sinks in which rows arrive.
             strict: Raise when a parameter would be left out.
             register: Registers a hook for a parameter's gradient; None is torch's own way, in
                 front of the user's hooks.
-            project: Linear map of the gradient of a parameter, given by its index, to what rows
-                are compared in; returns a tensor of its own.
         """
         self.began: Callable[[], None] = lambda: None
         """Called with each gradient of a parameter, before it is noted."""
@@ -77,14 +86,19 @@ class RowCheck:
         """Whether the rows of the current batch are to be checked."""
         self.reached = False
         """Whether a backward has reached any parameter since the last `clear`."""
-        self._spec = spec
-        self._strict = strict
-        self._project = project
-        self._references: list[Tensor | None] = [None] * len(parameters)
+        self.dtypes = {p.dtype for p in parameters}
+        """In which the model computes."""
+        self.failures: dict[str, str] | None = None
+        """Parameters of this batch without usable rows, with the reason; None before the check."""
+        self.suspects: set[str] = set()
+        """Keys of sinks whose sums are wrong in this batch."""
+        self._spec, self._parameters, self._uses, self._pool = spec, parameters, uses, pool
+        self._strict, self._register = strict, register or register_first
+        # Projected gradients of this batch, by the index of the parameter and by slot.
+        self._references: dict[int, dict[int, Tensor]] = {}
         self._batches = 0
         self._remaining = FIRST_CHECKS
         self._training: bool | None = None
-        self._parameters, self._register = parameters, register or register_first
         self._handles: dict[int, Any] = {}
         self._set_hooks()
 
@@ -103,55 +117,145 @@ class RowCheck:
         def hook(grad: Tensor) -> None:
             self.began()
             self.reached = True
-            if self.due:
+            if self.due and index in self._uses:
                 self._receive(index, grad.detach().to_dense() if grad.is_sparse else grad.detach())
 
         return hook
 
     def _receive(self, index: int, grad: Tensor) -> None:
         """Keep a gradient to compare it with rows."""
-        kept = self._project(index, grad)
-        before = self._references[index]
-        self._references[index] = kept if before is None else before + kept
-
-    def reference(self, index: int) -> Tensor | None:
-        """Return the gradient of a parameter in this batch, as projected; None without one."""
-        return self._references[index]
+        use, known = self._uses[index][0], self._references.setdefault(index, {})
+        with torch.no_grad():
+            for slot, kept in zip(use.slots, use.project(at_least_float32(grad)), strict=True):
+                known[slot] = known[slot] + kept if slot in known else kept
 
     def is_left_out(self, index: int) -> bool:
         """Say whether a parameter is left out."""
         return self._spec.names[index] in self.left_out
 
-    def judge(
-        self,
-        measured: Mapping[int, tuple[float, float, float]],
-        has_rows: Set[int],
-        allowed: float,
-        dtype: torch.dtype,
-    ) -> dict[str, str]:
-        """Return the parameters whose errors are too large, with the reason.
+    def check(self, examples: int) -> Tensor:
+        """Return a byte for each parameter, not 0 if something is wrong with its rows."""
+        allowed = self._tolerance()
+        apart, groups = self._by_sinks()
+        self.failures = self._judge(apart, allowed)
+        self.failures |= self._used_once(apart, examples) | self.without_batch()
+        self.suspects = {
+            key for key, members in groups.items() if not self._adds_up(key, members, allowed)
+        }
+        closer = {index for key in self.suspects for index, _ in groups[key]}
+        chosen = {*self.failures, *self.left_out}
+        flags = [
+            LOOK_CLOSER if index in closer else name in chosen
+            for index, name in enumerate(self._spec.names)
+        ]
+        return torch.tensor(flags, dtype=torch.uint8)
 
-        Args:
-            measured: For parameters by index, the norm of the difference between rows and
-                gradient, the norm of the gradient, and the sum of the norms of the rows.
-            has_rows: The parameters that have rows at all.
-            allowed: The relative error that their precision allows.
-            dtype: Of the rows.
+    def _by_sinks(self) -> tuple[dict[int, Slots], dict[str, list[tuple[int, int]]]]:
+        """Return the rows of parameters that are known apart, by their slots, and the others.
+
+        The others by the sinks that they share: index and slot of each.
         """
+        arrived = self._pool.arrived
+        apart: dict[int, Slots] = {}
+        groups: dict[str, list[tuple[int, int]]] = {}
+        for index, uses in self._uses.items():
+            if self.is_left_out(index):
+                continue
+            found: Slots = {}
+            shared = []
+            for use in uses:
+                for slot in use.slots:
+                    if (key := use.layer.own_keys[slot]) in arrived:
+                        found.setdefault(slot, []).append(use.columns(slot, arrived[key]))
+                if (key := use.layer.keys[use.usual_slot]) in arrived:
+                    shared.append((key, use.usual_slot))
+            if found or not shared:
+                apart[index] = found
+            else:
+                for key, slot in dict.fromkeys(shared):
+                    groups.setdefault(key, []).append((index, slot))
+        return apart, groups
+
+    def _judge(self, apart: Mapping[int, Slots], allowed: float) -> dict[str, str]:
+        """Return the parameters whose errors are too large, with the reason."""
+        measured: dict[int, list[float]] = {}
+        for index, slots in apart.items():
+            known = self._references.get(index, {})
+            # A parameter without any rows is compared with its gradient.
+            each = [_compare(slots.get(slot, ()), known.get(slot)) for slot in slots or known]
+            error, size, norms = torch.stack(each).sum(0).tolist() if each else (0.0, 0.0, 0.0)
+            if math.isfinite(size):
+                measured[index] = [error, size, norms]
         # Errors that are small beside the whole row do not matter. Without this, a gradient that
         # is nothing but rounding (of a LayerNorm over one feature) would fail.
         floor = _RELEVANT_SHARE * sum(norms for _, _, norms in measured.values())
-        reasons: dict[str, str] = {}
-        for index, (error, size, norms) in measured.items():
-            # Written with `not`, so that an error of NaN fails as well.
-            if not error <= allowed * max(norms, floor) + torch.finfo(dtype).tiny * 1e6:
-                reasons[self._spec.names[index]] = _reason(error, size, index in has_rows)
-        return reasons
+        least = torch.finfo(self._pool.like.dtype).tiny * 1e6
+        # Written with `not`, so that an error of NaN fails as well.
+        return {
+            self._spec.names[index]: _reason(error, size, bool(apart[index]))
+            for index, (error, size, norms) in measured.items()
+            if not error <= allowed * max(norms, floor) + least
+        }
 
-    def mask(self, names: Iterable[str]) -> Tensor:
-        """Return a byte for each parameter: 1 if it is among `names` or left out already."""
-        chosen = {*names, *self.left_out}
-        return torch.tensor([name in chosen for name in self._spec.names], dtype=torch.uint8)
+    def _adds_up(self, key: str, members: list[tuple[int, int]], allowed: float) -> bool:
+        """Say whether the rows in a sink add up to the gradients of all its parameters."""
+        rows = self._pool.arrived[key]
+        reference = at_least_float32(rows.new_zeros(1, rows.shape[1]))
+        for index, slot in members:
+            known = self._references.get(index, {}).get(slot)
+            if known is not None:
+                self._uses[index][0].columns(slot, reference)[0].add_(known.to(reference))
+        error, _, norms = _compare([rows], reference[0]).tolist()
+        return not math.isfinite(norms) or error <= allowed * norms + 1e-30
+
+    def _used_once(self, apart: Mapping[int, Slots], examples: int) -> dict[str, str]:
+        """Return parameters with a copy for each example of which only the first was used."""
+        found = {}
+        for index, slots in apart.items():
+            if slots and isinstance(self._uses[index][0].layer, DirectLayer):
+                (uses,) = slots.values()
+                rows = uses[0][:examples]
+                used, same = (rows != 0).any(1), (rows == rows[:1]).all()
+                once = bool(used[0]) and (not bool(used[1:].any()) or bool(same))
+                if len(used) > 1 and once:
+                    found[self._spec.names[index]] = "its module uses it once for all examples"
+        return found
+
+    def without_batch(self) -> dict[str, str]:
+        """Return the parameters of layers whose input holds no examples, with the reason."""
+        pool, strangers = self._pool, self._pool.strangers
+        if not strangers:
+            return {}
+        if pool.last_batch is None and pool.given_dim is None:
+            raise ValueError(
+                f"the loop calls parts of the attached model ({', '.join(strangers)}), not the "
+                "model itself, so it is not known which dimension of their inputs holds the "
+                "examples: call the model, or give the settings of rows batch_dim=0 if it is the "
+                "first one"
+            )
+        return {
+            self._spec.names[index]: strangers[use.layer.name]
+            for index, uses in self._uses.items()
+            for use in uses
+            if use.layer.name in strangers
+        }
+
+    def _tolerance(self) -> float:
+        """Return the relative error that sums may have."""
+        pool = self._pool
+        dtypes = {*self.dtypes, *pool.dtypes, pool.like.dtype}
+        if any(getattr(layer, "in_float32", False) for layer in pool.layers):
+            dtypes.add(torch.float32)
+        widest = max(TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16]) for dtype in dtypes)
+        if torch.float32 in dtypes:
+            matmul = torch.get_float32_matmul_precision()
+            # Convolutions use TF32 by default.
+            rounds = matmul == "high" or torch.backends.cudnn.allow_tf32
+            if matmul == "medium":
+                widest = max(widest, TOLERANCES[torch.bfloat16])
+            elif rounds and pool.like.is_cuda:
+                widest = max(widest, _TF32_TOLERANCE)
+        return widest
 
     def leave_out(self, reasons: Mapping[str, str]) -> None:
         """Leave more parameters out, with one line in the log.
@@ -164,6 +268,10 @@ class RowCheck:
             return
         self.left_out |= new
         self._set_hooks()
+        for index, uses in self._uses.items():
+            if self.is_left_out(index):
+                for use in uses:
+                    use.silence()
         sizes = dict(zip(self._spec.names, self._spec.numels, strict=True))
         share = sum(sizes[name] for name in self.left_out) / max(1, self._spec.size)
         listed = "; ".join(f"{name} ({why})" for name, why in list(new.items())[:5])
@@ -182,10 +290,9 @@ class RowCheck:
         log.warning("%s; rows leave them out from now on", what)
 
     def clear(self) -> None:
-        """Forget the gradients of the current batch."""
-        self.reached = False
-        if self.due:
-            self._references = [None] * len(self._references)
+        """Forget the current batch."""
+        self.reached, self.failures, self.suspects = False, None, set()
+        self._references.clear()
 
     def next_batch(self, training: bool) -> None:
         """Forget the current batch, and decide whether the next one is checked.
@@ -219,26 +326,21 @@ class RowCheck:
         self.clear()
 
 
+def _compare(uses: Sequence[Tensor], reference: Tensor | None) -> Tensor:
+    """Return (3,) the norms of error and gradient, and the sum of the norms of the rows."""
+    rows = [at_least_float32(one) for one in uses]
+    # Of each use by itself: rows of two uses may cancel.
+    norms = [one.norm(dim=1).sum() for one in rows]
+    sums = [one.sum(0) for one in rows]
+    if reference is not None:
+        sums.append(-reference.to(sums[0] if sums else reference))
+    error = torch.stack(sums).sum(0)
+    size = error.new_zeros(()) if reference is None else sums[-1].norm()
+    return torch.stack([error.norm(), size, sum(norms, error.new_zeros(()))])
+
+
 def _reason(error: float, size: float, has_rows: bool) -> str:
     if not has_rows:
         return "no call of the module that owns it led to its gradient"
     off = f"{error / size:.0%} off" if size > 0 else "the gradient is 0"
     return f"they do not add up to its gradient, {off}: is it used outside the module that owns it?"
-
-
-def tolerance(tensors: Iterable[Tensor]) -> float:
-    """Return the relative error that sums over these tensors may have."""
-    widest = 0.0
-    for dtype, cuda in {(t.dtype, t.is_cuda) for t in tensors if t.is_floating_point()}:
-        widest = max(widest, TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16]))
-        matmul = torch.get_float32_matmul_precision()
-        if dtype == torch.float32 and matmul == "medium":
-            widest = max(widest, TOLERANCES[torch.bfloat16])
-        # Convolutions use TF32 by default.
-        elif (
-            dtype == torch.float32
-            and cuda
-            and (matmul == "high" or torch.backends.cudnn.allow_tf32)
-        ):
-            widest = max(widest, _TF32_TOLERANCE)
-    return widest
