@@ -127,7 +127,8 @@ class RowCheck:
         use, known = self._uses[index][0], self._references.setdefault(index, {})
         with torch.no_grad():
             for slot, kept in zip(use.slots, use.project(at_least_float32(grad)), strict=True):
-                known[slot] = known[slot] + kept if slot in known else kept
+                # A copy: it may be the gradient itself, which DDP averages in place.
+                known[slot] = known[slot] + kept if slot in known else kept.clone()
 
     def is_left_out(self, index: int) -> bool:
         """Say whether a parameter is left out."""
