@@ -166,6 +166,8 @@ class LoopedModule(SketchedLayer):
     def hand_over(self, use: _Use, sink: Tensor, grads: Sequence[Tensor | None]) -> Tensor | None:
         """Compute the rows (B, N) of a use, which wait for its sink; see `SinkPool.waiting_for`."""
         came = [at for at, grad in enumerate(grads) if grad is not None]
+        if not came:
+            return None
         dims = [dim for at in came if (dim := use.dims[at]) is not None]
         if use.examples is None or len(dims) < len(came):
             self.pool.strangers[self.name] = (

@@ -72,13 +72,16 @@ class Tap(torch.autograd.Function):
             ctx.wanted = (matrix_sink is not None, vector_sink is not None)
         else:
             ctx.sinks = (matrix_sink, vector_sink)
+            ctx.set_materialize_grads(False)
         # Not `view_as`: a view that was made here may not be changed in place, as ReLU does it.
         shown: Tensor = layer.shown(output.detach(), use)
         return shown
 
     @staticmethod
-    def backward(ctx: Any, grads: Tensor) -> Any:
+    def backward(ctx: Any, grads: Tensor | None) -> Any:
         """Return the gradient as it is, and the rows."""
+        if grads is None:  # a `LoopedModule` whose loop ends above this layer
+            return (None,) * len(ctx.needs_input_grad)
         inputs, *saved = ctx.saved_tensors
         layer, use = ctx.layer, ctx.use
         passed = layer.given(grads, use)
