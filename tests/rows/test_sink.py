@@ -10,7 +10,7 @@ from benchmarks.model_steps import correlation
 from torch import Tensor, nn
 
 from gradherd.rows import Capture, sink_maps
-from gradherd.rows.settings import SketchRows, TwoSidedRows
+from gradherd.rows.settings import SketchRows, TwoSidedRows, row_length
 from tests.rows.reference import loop_over_examples, mapped
 from tests.rows.zoo import BATCH, TRANSFORMERS, ZOO, Case, losses
 
@@ -605,7 +605,7 @@ def test_reduction_and_loss_scale(settings: SketchRows | TwoSidedRows) -> None:
 def test_longer_rows_for_larger_models(parameters: float, size: int) -> None:
     assert TwoSidedRows().size_for(int(parameters)) == size
     assert TwoSidedRows(size=77).size_for(int(parameters)) == 77
-    assert SketchRows(size=77).size_for(int(parameters)) == 77
+    assert row_length(SketchRows(size=77), int(parameters)) == 77
 
 
 def columns_of(model: nn.Module, settings: SketchRows | TwoSidedRows) -> int:

@@ -21,7 +21,14 @@ from gradherd.rows.batch_dims import BatchDims
 from gradherd.rows.layer_plan import LayerPlan, unwrap_model
 from gradherd.rows.module_hooks import UncopiedHook
 from gradherd.rows.row_check import LOOK_CLOSER, Registrar, RowCheck
-from gradherd.rows.settings import ExactRows, SketchRows, TwoSidedRows
+from gradherd.rows.settings import (
+    DEFAULT_RANK,
+    TOKEN_RANK,
+    ExactRows,
+    SketchRows,
+    TwoSidedRows,
+    row_length,
+)
 from gradherd.rows.sink import SinkPool, at_least_float32, is_spectrum
 from gradherd.rows.sink_layers import MapSettings
 from gradherd.rows.sketch import CountSketch, hashes
@@ -87,10 +94,11 @@ class Capture:
         self._size, maps = self.spec.size, MapSettings(0, 0, 0, self._like, is_exact=True)
         if not isinstance(settings, ExactRows):
             tokens = any(isinstance(module, nn.Embedding) for module in model.modules())
-            self._size = settings.size_for(self.spec.size)
+            rank = settings.rank if isinstance(settings, TwoSidedRows) else None
+            rank = rank or (TOKEN_RANK if tokens else DEFAULT_RANK)
+            self._size = row_length(settings, self.spec.size)
             self._sketch = CountSketch(self._size, settings.seed)
-            columns = settings.rank_for(looks_up_tokens=tokens)
-            maps = MapSettings(columns, self._size, settings.seed, self._like)
+            maps = MapSettings(rank, self._size, settings.seed, self._like)
         self._pool = SinkPool(self._like, batch_size, is_exact=self._is_exact)
         self._pool.given_dim = settings.batch_dim
         self._dims = BatchDims(

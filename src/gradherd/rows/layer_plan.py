@@ -199,40 +199,35 @@ class LayerPlan:
         owners = list(parameter_owners(model))
         self.shared = _used_twice(owners)
         self._weights: dict[int, WeightMaps] = {}
+        # Exact rows leave gradients equal to the bit, so torch's own attention is looped over.
+        by_parts = [not maps.is_exact and is_plain_attention(one, self.shared) for one in owners]
+        layers = [layer_for(owner, pool, self.shared) for owner in owners]
         # A weight that is shared with a module without a sink has all its rows from elsewhere.
-        self._elsewhere = {
+        elsewhere = {
             parameter
-            for owner in owners
-            if layer_for(owner, pool, self.shared) is None
-            and (maps.is_exact or not is_plain_attention(owner, self.shared))
+            for owner, layer, has_parts in zip(owners, layers, by_parts, strict=True)
+            if layer is None and not has_parts
             for parameter in owner.parameters.values()
         }
-        for owner in owners:
-            self._add(owner)
+        for owner, layer, has_parts in zip(owners, layers, by_parts, strict=True):
+            if has_parts:
+                self._add_attention(owner)
+            elif layer is not None and elsewhere.isdisjoint(owner.parameters.values()):
+                self._fill(layer, owner.parameters)
+                is_batch_norm = isinstance(layer, ChannelNorm) and not layer.groups
+                kind = TappedBatchNorm if is_batch_norm else Tapped
+                self.untap.append(tap_module(owner.module, layer, kind))
+            elif has_layers(owner) and not maps.is_exact:
+                self._add_direct(owner)
+            elif dims.sharded:
+                why = "its module has no rule, and a sharded one cannot be looped over"
+                self.left_out |= {self.name(one): why for one in owner.parameters.values()}
+            else:
+                self._add_looped(owner)
 
     def name(self, parameter: nn.Parameter) -> str:
         """Return the name of a parameter."""
         return self.spec.names[self.index[parameter]]
-
-    def _add(self, owner: ParameterOwner) -> None:
-        module, own = owner.module, owner.parameters
-        # Exact rows leave gradients equal to the bit, so torch's own attention is looped over.
-        if not self.maps.is_exact and is_plain_attention(owner, self.shared):
-            self._add_attention(owner)
-            return
-        layer = layer_for(owner, self.pool, self.shared)
-        if layer is not None and self._elsewhere.isdisjoint(own.values()):
-            self._fill(layer, own)
-            is_batch_norm = isinstance(layer, ChannelNorm) and not layer.groups
-            kind = TappedBatchNorm if is_batch_norm else Tapped
-            self.untap.append(tap_module(module, layer, kind))
-        elif has_layers(owner) and not self.maps.is_exact:
-            self._add_direct(owner)
-        elif self.dims.sharded:
-            why = "its module has no rule, and a sharded one cannot be looped over"
-            self.left_out |= {self.name(parameter): why for parameter in own.values()}
-        else:
-            self._add_looped(owner)
 
     def _fill(
         self, layer: SketchedLayer, parameters: Mapping[str, nn.Parameter], prefix: str = ""

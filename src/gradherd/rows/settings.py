@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 TOKEN_RANK, DEFAULT_RANK, MAX_RANK = 64, 16, 256
-"""Ranks that `TwoSidedRows` chooses, for models with tokens and for others, and the highest."""
+"""Ranks of projections, for models with tables of tokens and for others, and the highest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +51,6 @@ class SketchRows(ExampleRows):
     seed: int = 0
     """Seed of the projection; must be the same on all ranks."""
 
-    def rank_for(self, *, looks_up_tokens: bool) -> int:
-        """Return the rank for a model, with or without tables of tokens (nn.Embedding)."""
-        return TOKEN_RANK if looks_up_tokens else DEFAULT_RANK
-
-    def size_for(self, parameters: int) -> int:
-        """Return the elements of a row, whatever the size of the model."""
-        return self.size
-
 
 @dataclass(frozen=True, kw_only=True)
 class TwoSidedRows(ExampleRows):
@@ -76,10 +68,6 @@ class TwoSidedRows(ExampleRows):
     """Elements of a row; None takes one for every 2048 parameters, between 1024 and 65536."""
     seed: int = 0
     """Seed of the projections; must be the same on all ranks."""
-
-    def rank_for(self, *, looks_up_tokens: bool) -> int:
-        """Return the rank for a model, with or without tables of tokens (nn.Embedding)."""
-        return self.rank or (TOKEN_RANK if looks_up_tokens else DEFAULT_RANK)
 
     def size_for(self, parameters: int) -> int:
         """Return the elements of a row of a model with so many parameters.
