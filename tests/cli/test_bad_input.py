@@ -120,7 +120,7 @@ trian | unknown command 'trian': did you mean train?
 train digits --epoch 3 | there is no option or argument --epoch here: did you mean --epochs? (see
 train digits --epochs 1e3 | --epochs must be a whole number, got '1e3'
 train digits --batch-size 1.5 | --batch-size must be a whole number, got '1.5'
-train digits --weight-decay -1 | --weight-decay must be at least 0
+train digits --weight-decay -1 | --weight-decay must be in [0, inf)
 train digits --lr-warmup 2 | --lr-warmup must be in [0, 1), got 2
 train digits --lr-schedule linear | --lr-schedule must be one of constant, cosine, got 'linear'
 train digits --optimizer lion | --optimizer must be one of sgd, adamw, got 'lion'
@@ -163,9 +163,9 @@ train digits --seed 1.5 | --seed must be a whole number, got '1.5' (see
 train digits --seed 1000000000000000000000000000000 | --seed must be
 train digits --unit 3 | --unit must divide batch_size 4, got 3
 train digits --rows all | --rows: unknown 'all'
-train digits --lr -1 | --lr must be positive
-train digits --lr nan | --lr must be positive .. nan
-train digits --lr inf | --lr must be positive .. inf
+train digits --lr -1 | --lr must be in (0, inf)
+train digits --lr nan | --lr must be in (0, inf) .. nan
+train digits --lr inf | --lr must be in (0, inf) .. inf
 train digits --lr fast | --lr must be a number, got 'fast' (see
 train digits --weight-decay nan | --weight-decay .. nan
 train digits --momentum 1 | --momentum must be in [0, 1), got 1

@@ -143,7 +143,7 @@ def test_measuring_leaves_the_model_alone(loaded):
 @pytest.mark.parametrize("limit", [0, -3])
 @pytest.mark.parametrize("loaded", ["digits", "wikitext2-lstm"], indirect=True)
 def test_a_limit_keeps_at_least_one(loaded, tmp_path, limit):
-    with pytest.raises(ValueError, match=f"limit must be at least 1 or None, got {limit}"):
+    with pytest.raises(ValueError, match=f"limit must be at least 1, got {limit}"):
         loaded[0].load(tmp_path, limit=limit)
 
 
@@ -310,11 +310,13 @@ GOOD = dict(workers=2, batch_size=4, lr=0.1, epochs=1, seeds=1, source="A test."
         ({"workers": 0}, "workers must be at least 1, got 0"),
         ({"unit": 3}, "unit must divide batch_size 4, got 3"),
         ({"optimizer": "lion"}, "optimizer must be sgd or adamw, got 'lion'"),
-        ({"lr": float("nan")}, "lr must be positive"),
+        ({"workers": "2"}, "workers must be a whole number, got '2'"),
+        ({"lr": "fast"}, "lr must be a number, got 'fast'"),
+        ({"lr": float("nan")}, r"lr must be in \(0, inf\), got nan"),
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
         ({"optimizer": "adamw", "momentum": 0.9}, "momentum 0.9 has no effect on adamw"),
-        ({"weight_decay": -1}, "weight_decay must be at least 0"),
-        ({"clip": 0.0}, "clip must be a positive number"),
+        ({"weight_decay": -1}, r"weight_decay must be in \[0, inf\), got -1"),
+        ({"clip": 0.0}, r"clip must be in \(0, inf\), got 0.0"),
         ({"lr_drop": 0.1}, "lr_drop and lr_drop_every go together"),
         ({"lr_drop": 2.0, "lr_drop_every": 3}, r"lr_drop must be in \(0, 1\], got 2.0"),
         ({"lr_drop": 0.5, "lr_drop_every": 0}, "lr_drop_every must be at least 1"),

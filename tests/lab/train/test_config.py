@@ -53,7 +53,7 @@ EXDYNA = {"sparsify": "exdyna", "density": 0.1}
         ({"unit": 3}, "unit must divide batch_size 4, got 3"),
         ({"seed": -1}, r"seed must be in \[0, 2147483648\), got -1"),
         ({"limit": 0}, "limit must be at least 1, got 0"),
-        ({"lr": 0.0}, "lr must be positive and finite, got 0.0"),
+        ({"lr": 0.0}, r"lr must be in \(0, inf\), got 0.0"),
     ],
 )
 def test_settings_are_checked(wrong, says):

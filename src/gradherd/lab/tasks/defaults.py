@@ -3,9 +3,10 @@
 `Defaults` (of a task) and `RunConfig` (of a run, in `lab.train.config`) inherit `Hyperparameters`.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Literal
+
+from gradherd.comm.checks import check_choice, check_in, check_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,33 +39,27 @@ class Hyperparameters:
 
     def __post_init__(self) -> None:
         for name in ("workers", "epochs", "batch_size", "unit"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_whole(name, getattr(self, name), 1)
         if self.batch_size % self.unit:
             raise ValueError(f"unit must divide batch_size {self.batch_size}, got {self.unit}")
         # Literal is checked by mypy only, and tasks come from files of users.
-        if self.optimizer not in ("sgd", "adamw"):
-            raise ValueError(f"optimizer must be sgd or adamw, got {self.optimizer!r}")
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"lr must be positive and finite, got {self.lr}")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be in [0, 1), got {self.momentum}")
+        check_choice("optimizer", self.optimizer, "sgd", "adamw")
+        check_in("(0, inf)", lr=self.lr)
+        check_in("[0, 1)", momentum=self.momentum)
+        check_in("[0, inf)", weight_decay=self.weight_decay)
         if self.optimizer == "adamw" and self.momentum:
             raise ValueError(f"momentum {self.momentum} has no effect on adamw: leave it at 0")
-        if not 0 <= self.weight_decay < math.inf:
-            raise ValueError(f"weight_decay must be at least 0 and finite, got {self.weight_decay}")
-        if self.clip is not None and not 0 < self.clip < math.inf:
-            raise ValueError(f"clip must be a positive number, got {self.clip}")
+        if self.clip is not None:
+            check_in("(0, inf)", clip=self.clip)
         # One without the other would be ignored in silence.
         if (self.lr_drop is None) != (self.lr_drop_every is None):
             raise ValueError(
                 "lr_drop and lr_drop_every go together, "
                 f"got {self.lr_drop} and {self.lr_drop_every}"
             )
-        if self.lr_drop is not None and not 0 < self.lr_drop <= 1:
-            raise ValueError(f"lr_drop must be in (0, 1], got {self.lr_drop}")
-        if self.lr_drop_every is not None and self.lr_drop_every < 1:
-            raise ValueError(f"lr_drop_every must be at least 1, got {self.lr_drop_every}")
+        if self.lr_drop is not None:
+            check_in("(0, 1]", lr_drop=self.lr_drop)
+            check_whole("lr_drop_every", self.lr_drop_every, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,5 +73,4 @@ class Defaults(Hyperparameters):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.seeds < 1:
-            raise ValueError(f"seeds must be at least 1, got {self.seeds}")
+        check_whole("seeds", self.seeds, 1)

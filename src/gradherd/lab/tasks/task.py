@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradherd.comm.checks import check_whole
 from gradherd.lab.tasks.defaults import Defaults as Defaults
 from gradherd.lab.tasks.metrics import accuracy
 
@@ -217,5 +218,5 @@ def check_loss(task: Task, loss: object) -> None:
 
 def check_limit(limit: int | None) -> None:
     """Raise ValueError if a limit leaves no example."""
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit must be at least 1 or None, got {limit}")
+    if limit is not None:
+        check_whole("limit", limit, 1)

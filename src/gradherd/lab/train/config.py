@@ -32,6 +32,7 @@ from typing import (
     get_type_hints,
 )
 
+from gradherd.comm.checks import check_in, check_whole
 from gradherd.lab.tasks.defaults import Defaults, Hyperparameters
 from gradherd.lab.text import check_known, field_texts
 from gradherd.lab.train import POWERSGD, ROWS, exchange_names
@@ -92,30 +93,26 @@ class RunConfig(Hyperparameters):
             if one.choices and (value := getattr(self, one.name)) is not None:
                 check_known(one.name, value, one.choices)
         for name in ("sketch_size", "limit", "local_steps"):
-            if (count := getattr(self, name)) is not None and count < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
+            if (count := getattr(self, name)) is not None:
+                check_whole(name, count, 1)
         if self.sketch_size is not None and self.rows != "sketch":
             raise ValueError(
                 f"sketch_size {self.sketch_size} has no effect with rows {self.rows!r}: "
                 "choose rows 'sketch'"
             )
-        if not 0 <= self.seed < 2**31:
-            raise ValueError(f"seed must be in [0, {2**31}), got {self.seed}")
-        if self.held_out is not None and not 0 < self.held_out < 1:
-            raise ValueError(f"held_out must be in (0, 1), got {self.held_out}")
+        check_in(f"[0, {2**31})", seed=self.seed)
+        if self.held_out is not None:
+            check_in("(0, 1)", held_out=self.held_out)
         if self.autocast is not None and not self.virtual:
             raise ValueError(f"autocast {self.autocast!r} works with simulated workers: --virtual")
-        self._check_schedule()
-        self._check_exchange()
-
-    def _check_schedule(self) -> None:
-        if self.lr_warmup is not None and not 0 <= self.lr_warmup < 1:
-            raise ValueError(f"lr_warmup must be in [0, 1), got {self.lr_warmup}")
+        if self.lr_warmup is not None:
+            check_in("[0, 1)", lr_warmup=self.lr_warmup)
         if self.lr_schedule == "cosine" and self.lr_drop is not None:
             raise ValueError(
                 f"lr_schedule 'cosine' and lr_drop {self.lr_drop} both lower the learning rate: "
                 "choose one (a task's drop goes with lr_schedule 'constant')"
             )
+        self._check_exchange()
 
     def _check_exchange(self) -> None:
         from gradherd.sparsify.selector import check_density

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradherd.comm.checks import check_whole
 from gradherd.comm.world import World
 from gradherd.lab.ranks import in_pool, process_pool, start_fork_server
 from gradherd.lab.tasks.registry import find_task
@@ -79,8 +80,8 @@ class CheckpointOptions:
     """Approximate seconds until all ranks notice that one of them received SIGTERM."""
 
     def __post_init__(self) -> None:
-        if self.every is not None and self.every < 1:
-            raise ValueError(f"every must be at least 1 or None, got {self.every}")
+        if self.every is not None:
+            check_whole("every", self.every, 1)
 
 
 def check_suitable(configs: Sequence[RunConfig], data_dir: Path | None = None) -> None:
