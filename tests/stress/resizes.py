@@ -40,15 +40,18 @@ class Enough(Exception):
 class Stop(Progress):
     """Breaks off after so many steps of this process, when they have been saved."""
 
-    def __init__(self, steps: int | None) -> None:
+    def __init__(self, steps: int | None, resumed: bool) -> None:
         self.left = -1 if steps is None else steps + 1
+        self.resumed = resumed
 
     def step(self, steps: int = 1) -> None:
-        """Count; a resumed run tells its first steps at once."""
-        if steps == 1:
-            self.left -= 1
-            if self.left == 0:
-                raise Enough
+        """Count; a resumed run first tells at once what was done before, maybe one step."""
+        if self.resumed:
+            self.resumed = False
+            return
+        self.left -= 1
+        if self.left == 0:
+            raise Enough
 
 
 def config(workers: int, sparsify: str, unit: int) -> RunConfig:
@@ -60,6 +63,7 @@ def config(workers: int, sparsify: str, unit: int) -> RunConfig:
         sparsify=sparsify,
         density=None if sparsify == "dense" else 0.05,
         unit=unit,
+        rows="batch" if unit == BATCH else "exact",  # "auto" depends on the number of ranks
         workers=workers,
         epochs=EPOCHS,
         limit=EXAMPLES,
@@ -84,13 +88,14 @@ def train(out: Path, sparsify: str, unit: int, steps: int | None) -> tuple[list[
 
     InMemoryDataset.__getitems__, RankTrainer.load = noted, watched  # type: ignore[method-assign]
     saving = CheckpointOptions(every=1, resume=True)
+    resumed = any((out / CHECKPOINT_FOLDER).glob("step-*"))
     try:
         run_all(
             [config(world.size, sparsify, unit)],
             world,
             out=out,
             saving=saving,
-            progress=Stop(steps),
+            progress=Stop(steps, resumed),
         )
     except Enough:
         batches = batches[:steps]  # one more was begun, and is lost with the process
