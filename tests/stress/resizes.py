@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import TensorDataset
 
 from gradherd.comm.world import World
 from gradherd.hooks.state import unpack
@@ -26,7 +27,7 @@ from gradherd.lab.ranks import run_ranks
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.loop import Progress
-from gradherd.lab.train.rank_trainer import InMemoryDataset, RankTrainer
+from gradherd.lab.train.rank_trainer import RankTrainer
 from gradherd.lab.train.runner import CHECKPOINT_FOLDER, CheckpointOptions, run_all
 
 TASK = f"{Path(__file__).parents[2] / 'examples' / 'my_task.py'}:Spirals"
@@ -75,9 +76,9 @@ def train(out: Path, sparsify: str, unit: int, steps: int | None) -> tuple[list[
     """Train on this rank; return the batches it visited and the residuals it began with."""
     world, began = World.detect(), dict[str, Any]()
     batches: list[list[int]] = []
-    fetch, load = InMemoryDataset.__getitems__, RankTrainer.load
+    fetch, load = TensorDataset.__getitem__, RankTrainer.load
 
-    def noted(self: InMemoryDataset, indices: list[int]) -> Any:
+    def noted(self: TensorDataset, indices: list[int]) -> Any:
         batches.append(list(indices))
         return fetch(self, indices)
 
@@ -86,7 +87,7 @@ def train(out: Path, sparsify: str, unit: int, steps: int | None) -> tuple[list[
         began.update(self._herd.state_dict().get("sparsify", {}).get("residual", {}))
         return number
 
-    InMemoryDataset.__getitems__, RankTrainer.load = noted, watched  # type: ignore[method-assign]
+    TensorDataset.__getitem__, RankTrainer.load = noted, watched  # type: ignore[method-assign]
     saving = CheckpointOptions(every=1, resume=True)
     resumed = any((out / CHECKPOINT_FOLDER).glob("step-*"))
     try:
@@ -100,7 +101,7 @@ def train(out: Path, sparsify: str, unit: int, steps: int | None) -> tuple[list[
     except Enough:
         batches = batches[:steps]  # one more was begun, and is lost with the process
     finally:
-        InMemoryDataset.__getitems__, RankTrainer.load = fetch, load  # type: ignore[method-assign]
+        TensorDataset.__getitem__, RankTrainer.load = fetch, load  # type: ignore[method-assign]
     return batches, began
 
 
