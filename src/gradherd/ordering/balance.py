@@ -241,7 +241,11 @@ def blocks(
             inner, gram = yield from _products(z, running, rule, total)
         block_signs, carry = signs_from_products(inner, gram, rule, draws[:, span], carry)
         signs[:, span] = block_signs * finite
-        _add_signed(z, torch.from_numpy(signs[:, span]).to(z.device), running)
+        taken = torch.from_numpy(signs[:, span]).to(z.device)
+        if fast := fast_form(z, running):
+            fast.add_signed(z, taken.contiguous(), running, running)
+        else:
+            running.unsqueeze(1).baddbmm_(taken.to(z.dtype).unsqueeze(1), z)
     return Signed(torch.from_numpy(signs), running, carry)
 
 
@@ -265,14 +269,6 @@ def give_up_kernels(error: Exception) -> None:
     global _HAS_TRITON
     _HAS_TRITON = False
     log.warning("signs are computed without Triton, which has failed: %s", error)
-
-
-def _add_signed(z: Tensor, signs: Tensor, running: Tensor) -> None:
-    """Add (W, P, D) vectors with their (W, P) signs to (W, D), in place."""
-    if fast := fast_form(z, running):
-        fast.add_signed(z, signs.contiguous(), running, running)
-    else:
-        running.unsqueeze(1).baddbmm_(signs.to(z.dtype).unsqueeze(1), z)
 
 
 def _products(

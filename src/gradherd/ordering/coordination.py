@@ -165,8 +165,8 @@ class RowGatherer:
             runner: Runs the script: on this rank, or for all workers of this process.
             every: Batches that are gathered at a time.
             policy_checks: Says whether the policy leaves out rows that are not finite by itself,
-                without waiting for the device. Only for the rows of a single worker, which are
-                then sent as soon as they fill a block of signs.
+                without waiting for the device. Only for the (b, k) rows of a single worker, which
+                are then learned as soon as they fill a block of signs.
             scatters: As in `observe_gathered`.
         """
         self._scatters = scatters
@@ -190,8 +190,9 @@ class RowGatherer:
             claim: The units they belong to; the next ones by default.
         """
         last = self._waiting[-1][0] if self._waiting else None
-        if claim is not None and last is not None and not _follows(claim, last):
-            self.flush()  # Steps were missed, or the epoch began anew: start another run of rows.
+        if claim is not None and last is not None:
+            if (claim.epoch, claim.step) != (last.epoch, last.step + last.units):
+                self.flush()  # Steps were missed, or the epoch began anew: another run of rows.
         self._waiting.append((claim, rows))
         # Counted per worker, also where the rows of all workers wait in one process: virtual
         # workers then send at the same points as real ranks, and count the same bytes.
@@ -206,44 +207,34 @@ class RowGatherer:
     def send(self) -> None:
         """Begin to gather what has accumulated."""
         waiting, self._waiting = self._waiting, []
-        if waiting:
-            parts = [rows for _, rows in waiting]
-            leave = self._policy_checks(parts[0])
-            if leave:
-                # On a GPU, asking whether rows are finite would make the host wait for the whole
-                # backward. A batch that is not leaves out all of its rows: 0 * inf is not a number.
-                for part in parts:
-                    if part.shape[-2] > 1:
-                        part.add_(part.sum(), alpha=0)
-            rows = torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0]
-            if leave:
-                self._learn_alone(rows, waiting[0][0])
-                return
+        if not waiting:
+            self._runner.finish()  # The last gather may still be under way.
+            return
+        claim, parts = waiting[0][0], [rows for _, rows in waiting]
+        leave = self._policy_checks(parts[0])
+        if leave:
+            # On a GPU, asking whether rows are finite would make the host wait for the whole
+            # backward. A batch that is not leaves out all of its rows: 0 * inf is not a number.
+            for part in parts:
+                if part.shape[-2] > 1:
+                    part.add_(part.sum(), alpha=0)
+        rows = torch.cat(parts, dim=-2) if len(parts) > 1 else parts[0]
+        if not leave:
             batches = [part.shape[-2] for part in parts]
             self._runner.start(
-                observe_gathered(
-                    self._learner, rows, batches, waiting[0][0], scatters=self._scatters
-                )
+                observe_gathered(self._learner, rows, batches, claim, scatters=self._scatters)
             )
-        else:  # The last gather may still be under way.
-            self._runner.finish()
-
-    def _learn_alone(self, rows: Tensor, claim: BatchClaim | None) -> None:
-        """Learn at once from the (b, k) or (1, b, k) rows of the only worker."""
+            return
         # Without a script: at every step it would take the host as long as the signs do.
         self._runner.finish()
         if claim is None or claim.epoch == self._learner.epoch:
-            by_step = rows.unsqueeze(1) if rows.dim() == 2 else rows.transpose(0, 1)
-            self._learner.observe(by_step, first=None if claim is None else claim.step)
+            first = None if claim is None else claim.step
+            self._learner.observe(rows.unsqueeze(1), first=first)
 
     def flush(self) -> None:
         """Let everything be learned. All ranks must call it at the same point."""
         self.send()
         self._runner.finish()
-
-
-def _follows(claim: BatchClaim, last: BatchClaim) -> bool:
-    return (claim.epoch, claim.step) == (last.epoch, last.step + last.units)
 
 
 class EpochGatherer(RowGatherer):

@@ -8,7 +8,7 @@ registry. It imports no torch: an entry is imported when it is looked up.
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gradherd.lazy import LazyRegistry
 
@@ -70,13 +70,8 @@ def find_policy(policy: "str | Policy") -> "Policy":
     return policy
 
 
-def make_policy(name: str, signs: str = "greedy", **settings: Any) -> "Policy":
-    """Build an order by name.
-
-    Args:
-        name: A key of `POLICIES`.
-        signs: A key of `SIGN_RULES`, for orders that sign vectors.
-        settings: Further fields of the order.
+def make_policy(name: str, signs: str = "greedy") -> "Policy":
+    """Build an order of `POLICIES`, with a rule of `SIGN_RULES` if it signs vectors.
 
     Raises:
         ValueError: One of the names is unknown.
@@ -86,12 +81,9 @@ def make_policy(name: str, signs: str = "greedy", **settings: Any) -> "Policy":
     """
     make, rule = POLICIES.find(name), SIGN_RULES.find(signs)
     # Read off the constructor, so that an order needs no second entry that says it has signs.
-    fields = inspect.signature(make).parameters
-    if unknown := settings.keys() - fields.keys():
-        raise ValueError(f"order {name!r} has no setting {', '.join(sorted(unknown))}")
-    if "rule" in fields:
-        return make(rule=rule(), **settings)
+    if "rule" in inspect.signature(make).parameters:
+        return make(rule=rule())
     # Not an error: the order is well defined without it.
     if signs != "greedy":
         warnings.warn(f"order {name!r} has no signs: {signs!r} has no effect", stacklevel=2)
-    return make(**settings)
+    return make()

@@ -23,7 +23,7 @@ most, NB blocks.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -93,12 +93,6 @@ class PartitionState:
     loads: Tensor
     """(NB,) float64 selected coordinates of each block, a decaying sum over steps; empty if
     borders never move."""
-
-    def __post_init__(self) -> None:
-        # States that were saved by earlier versions hold numbers and lists.
-        start: Any = _NO_START if self.start is None else self.start
-        object.__setattr__(self, "start", torch.as_tensor(start, dtype=torch.float64))
-        object.__setattr__(self, "cuts", torch.as_tensor(self.cuts, dtype=torch.int64))
 
     @classmethod
     def first(cls, rule: PartitionRule, workers: int) -> "PartitionState":

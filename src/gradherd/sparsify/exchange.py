@@ -146,7 +146,9 @@ def gather_indices(
     Returns:
         (K,) int64, in the order of workers; those of each are ascending.
     """
-    own = _ascending(own)
+    # Most methods have them so. On a GPU the host would wait for the comparison.
+    if not own.is_cpu or not bool((own[1:] > own[:-1]).all()):
+        own = own.sort().values
     # All workers know all counts, so either all of them skip the round or none does.
     if context.size == 1 or not sum(counts):
         return own
@@ -163,13 +165,6 @@ def gather_indices(
     packed: Tensor = yield AllGatherUneven(pack_indices(own, spans[context.rank], bits), sizes)
     parts = zip(torch.split(packed, sizes), counts, spans, strict=True)
     return torch.cat([unpack_indices(part, count, span, bits) for part, count, span in parts])
-
-
-def _ascending(own: Tensor) -> Tensor:
-    """Return indices in ascending order, as most methods have them."""
-    if own.is_cpu and bool((own[1:] > own[:-1]).all()):
-        return own
-    return own.sort().values  # On a GPU at once: the host would wait for the comparison.
 
 
 def gather_union(

@@ -159,7 +159,10 @@ def encode_values(values: Tensor, bits: int) -> Tensor:
         mean = magnitudes.div_(real.sum(-1, keepdim=True)).sum(-1)
         level = mean.clamp_(max=limit).to(torch.bfloat16)
         return torch.cat([level.view(torch.uint8), _pack_flags(values < 0)], dim=-1)
-    low, high = _two_levels(magnitudes, real) if bits == 2 else _range(magnitudes, real)
+    if bits == 2:
+        low, high = _two_levels(magnitudes, real)
+    else:
+        low, high = magnitudes.masked_fill(~real, torch.inf).amin(-1), magnitudes.amax(-1)
     levels = torch.stack([low, high], dim=-1).clamp(max=limit).to(torch.bfloat16)
     # From the levels as they are sent: the sender must round as the others will read.
     base, step = _steps(levels, bits, groups.dtype)
@@ -196,11 +199,6 @@ def _steps(levels: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tenso
     """Return the lowest level of each group and the distance between two: (..., G, 1)."""
     low, high = levels.to(dtype).unsqueeze(-1).unbind(-2)
     return low, (high - low) / (2 ** (bits - 1) - 1)
-
-
-def _range(magnitudes: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest magnitude of each group: (..., G, 256) -> (..., G)."""
-    return magnitudes.masked_fill(~real, torch.inf).amin(-1), magnitudes.amax(-1)
 
 
 def _two_levels(magnitudes: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:

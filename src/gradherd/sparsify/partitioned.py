@@ -133,7 +133,8 @@ class Partitioned(Selector):
         plan = self._plan(step)
         first, end = plan.spans[step.rank]
         part = step.acc[first:end]
-        candidates = _reaching(part, self._start(step))
+        # Nowhere, if the search has no start yet.
+        candidates = indices_above(part, self._start(step) or math.inf)
         count = torch.tensor([len(candidates)], dtype=torch.int32, device=part.device)
         if self.threshold == "consensus":
             offers = largest(part, candidates, plan.offered[step.rank], plan.most)
@@ -228,13 +229,6 @@ def _partition_plan(
     spans = [*spans[turn:], *spans[:turn]]
     lengths = [end - first for first, end in spans]
     return _PartitionPlan(rule, turn, spans, lengths, consensus.capacity(rule.capacity, k, lengths))
-
-
-def _reaching(values: Tensor, start: float) -> Tensor:
-    """Return where the search finds candidates: nowhere if it has no start yet."""
-    if start > 0:
-        return indices_above(values, start)
-    return torch.zeros(0, dtype=torch.int64, device=values.device)
 
 
 def largest(part: Tensor, candidates: Tensor, count: int, most: int) -> tuple[Tensor, Tensor]:

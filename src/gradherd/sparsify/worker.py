@@ -465,21 +465,17 @@ class Worker:
         for key, own in self._identity().items():
             if key not in free and state.get(key) != own:
                 raise ValueError(f"sparsify state has {key} {state.get(key)!r}, expected {own!r}")
-        if self.state is not None and not _is_merged(state):
-            self._check_method(state.get("method") or {})
-
-    def _check_method(self, saved: Mapping[str, Any]) -> None:
-        """Raise ValueError unless the state of the method has the fields and shapes of this one."""
-        own = _fields(self.state)
-        for name in own:
+        if self.state is None or _is_merged(state):
+            return
+        saved, method = state.get("method") or {}, self.settings.method
+        for name, own in _fields(self.state).items():
             if name not in saved:
-                raise ValueError(f"sparsify state has no {name!r} of {self.settings.method}")
-        for name, value in _fields(type(self.state)(**saved)).items():
-            if isinstance(own[name], Tensor) and value.shape != own[name].shape:
+                raise ValueError(f"sparsify state has no {name!r} of {method}")
+            if isinstance(own, Tensor) and own.shape != getattr(saved[name], "shape", None):
+                count = saved[name].numel() if isinstance(saved[name], Tensor) else "no"
                 raise ValueError(
-                    f"sparsify state has {name} of {value.numel()} elements, expected "
-                    f"{own[name].numel()}: was it saved with other settings than "
-                    f"{self.settings.method}?"
+                    f"sparsify state has {name} of {count} elements, expected {own.numel()}: was "
+                    f"it saved with other settings than {method}?"
                 )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -498,8 +494,8 @@ class Worker:
             self.state = self.settings.method.begin(self.sparse, self.size, self._layers)
         else:
             # Copied: a step on a GPU overwrites its state in place.
-            saved = _fields(type(self.state)(**state["method"]))
-            self.state = type(self.state)(**saved)
+            saved = type(self.state)(**state["method"])
+            self.state = type(saved)(**_fields(saved))
         if not self.counters.is_cpu:
             self.decide_on(self.counters.device)
 
