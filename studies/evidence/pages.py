@@ -15,9 +15,17 @@ from gradherd.lab.report.claims import (
     measure,
 )
 from gradherd.lab.report.stats import mean_std
-from gradherd.lab.study.file import THEMES, Claim, Study
+from gradherd.lab.study.file import Claim, Study
 from gradherd.lab.study.results import RunResult
-from gradherd.lab.text import counted, in_bytes, listed, mean_and_std, p_value, printable
+from gradherd.lab.text import (
+    check_known,
+    counted,
+    in_bytes,
+    listed,
+    mean_and_std,
+    p_value,
+    printable,
+)
 from studies.evidence.charts import figures_of, file_name
 from studies.evidence.words import change_text, changes_in, our_figures, threshold
 
@@ -51,6 +59,24 @@ Figures in brackets are 95 % intervals, those after ± one standard deviation ov
 charts show the range over all seeds. In studies that train, all workers share one process: losses,
 orders and bytes equal those of real workers, seconds do not.
 """
+THEMES = ("ordering", "open", "sparsifying", "together")
+"""Sections of the list of studies, in page order."""
+
+
+def check_page(study: Study) -> None:
+    """Raise ValueError if a study cannot have a page.
+
+    Every setting needs a source there: a reader must be able to judge who chose it.
+    """
+    check_known("theme", study.theme, THEMES)
+    used = {*study.settings, *(name for arm in study.arms for name in arm.settings)}
+    # These are what a study compares; nobody has to justify them.
+    required = used - {"order", "sparsify", "case"}
+    missing, unused = sorted(required - set(study.sources)), sorted(set(study.sources) - used)
+    if missing:
+        raise ValueError(f"[sources] must say where {', '.join(missing)} comes from")
+    if unused:
+        raise ValueError(f"[sources] names {', '.join(unused)}, which nothing sets")
 
 
 @dataclass(frozen=True)

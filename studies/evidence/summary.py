@@ -34,6 +34,7 @@ from studies.evidence.charts import (
 from studies.evidence.pages import (
     StudySection,
     cell,
+    check_page,
     index_page,
     mark,
     short_cell,
@@ -256,6 +257,7 @@ def write_evidence(root: Path) -> EvidencePage:
 def _section(study: Study, root: Path) -> StudySection:
     try:
         check_measures(study)
+        check_page(study)
         results, verdicts = judge_study(study, root / RESULTS / study.name)
         return StudySection(study, results, verdicts, draw_charts(study, results))
     except ValueError as error:

@@ -132,7 +132,7 @@ train digits --local-steps 0 | --local-steps must be at least 1, got 0
 train digits --sketch-size 8 | --sketch-size
 train digits --augment | task 'digits' has no augmentation: leave out augment
 train digits --order cd-grab --rows payload | rows 'payload' order whole batches: got unit 1 of 4
-train digits --order cd-grab --rows payload --virtual --unit 4 | 'payload' are what a sparsifier sends
+train digits --order cd-grab --rows payload --virtual --unit 4 | are what a sparsifier sends
 train digits --order cd-grab --rows batch | rows 'batch' order whole batches: got unit 1 of 4
 compare digits --tune lr=1,2 --limit 2 --virtual | 2 examples are too few to hold out a share of 0.2
 train digits --device gpu | --device must be cpu or cuda, got 'gpu'
@@ -196,7 +196,7 @@ demo --workers 0 | --workers must be at least 1, got 0
 study | FILE is missing
 study nowhere.toml | nowhere.toml: No such file
 study bad.toml | bad.toml
-study kind.toml | kind.toml: there is no theme
+study kind.toml | kind.toml: there is no title
 study bin.toml | bin.toml
 study kind.toml --jobs 0 | --jobs must be at least 1, got 0
 study folder.toml | folder.toml: it is not a file
@@ -306,7 +306,7 @@ def bad_files(place):
         (place / folder).mkdir()
     (place / "broken" / "record.json").write_text('{"a": ')
     (place / "bad.toml").write_text("kind = ")
-    (place / "kind.toml").write_text('kind = "dance"\ntitle = "x"\n')
+    (place / "kind.toml").write_text('kind = "dance"\n')
     (place / "bin.toml").write_bytes(b"\xff\xfe\x00")
 
 

@@ -128,6 +128,21 @@ def test_a_template_that_is_wrong_is_named(root, text, says):
         build_evidence(root)
 
 
+@pytest.mark.parametrize(
+    "old, new, says",
+    [
+        ('theme = "ordering"', 'theme = "odd"', "unknown theme 'odd'; known are ordering, open,"),
+        ("[sources]", '[sources]\nlr = "ours"', "[sources] names lr, which nothing sets"),
+        ('epochs = "', '# "', "[sources] must say where epochs comes from"),
+    ],
+)
+def test_a_page_needs_a_theme_and_a_source_for_each_setting(root, old, new, says):
+    assert old in STUDY
+    (root / "studies" / "small.toml").write_text(STUDY.replace(old, new, 1))
+    with pytest.raises(ValueError, match=re.escape(f"small.toml: {says}")):
+        build_evidence(root)
+
+
 def test_results_of_other_settings_do_not_count(root):
     text = STUDY.replace("epochs = 4", "epochs = 5", 1)
     (root / "studies" / "small.toml").write_text(text)

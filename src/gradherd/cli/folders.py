@@ -56,7 +56,10 @@ def output_folder(
     first = torchrun_rank() == 0
     try:
         out.mkdir(parents=True, exist_ok=True)
-        lock = _lock(out) if first else None
+        lock = lock_folder(out, wait=False) if first else None
+    except BlockingIOError:
+        wait = "wait until it ends, or name another folder"
+        raise UsageError(f"--out {str(out)!r} is in use by another command: {wait}") from None
     except OSError as error:
         raise UsageError(f"--out {str(out)!r} cannot be used: {error.strerror}") from None
     accepted = False
@@ -96,17 +99,6 @@ def _check_contents(out: Path, *, resume: bool, many: bool) -> None:
     if names and not (resume and resumable):
         hint = "" if resume else hint
         raise UsageError(f"--out {str(out)!r} is not empty: name a new folder, or remove it{hint}")
-
-
-def _lock(out: Path) -> int | None:
-    """Lock a folder until the descriptor that this returns is closed, or the process ends."""
-    try:
-        return lock_folder(out, wait=False)
-    except BlockingIOError:
-        raise UsageError(
-            f"--out {str(out)!r} is in use by another command: wait until it ends, or name another "
-            "folder"
-        ) from None
 
 
 def finished_record(

@@ -39,7 +39,7 @@ COMMANDS = {
 # Everything else under torchrun would do the same work once per rank and print it as often.
 _ON_ALL_RANKS = ("train", "compare", "advise")
 """Commands that run on every rank under torchrun."""
-_MODULES = {"compare": "train"}
+_MODULES = {"compare": "train", "herding": "replay"}
 """Modules that are not called like the first word of the command."""
 _FOR_REPORTS = ("jinja2", "scipy")
 """Packages of the extra `report`."""

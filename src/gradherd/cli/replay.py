@@ -1,4 +1,7 @@
-"""`gradherd replay`: run a policy or a sparsifier on recorded gradients, without training."""
+"""`gradherd replay` and `gradherd herding`: policies and sparsifiers without training.
+
+On recorded gradients, or on random vectors.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from gradherd.cli.parser import (
     Arg,
+    Count,
     Density,
     FileArgument,
     FolderOption,
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 _LOCAL_DECAY = 0.95
 # The terminal shows the head of long orders; --json has all of it.
 _SHOWN_WORKERS, _SHOWN_UNITS = 8, 12
+_MAX_ELEMENTS = 1 << 33  # 64 GiB of float64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,3 +216,74 @@ def _warn_of_axes(read: str, other: str, command: str) -> None:
     """Say how a file was read whose first two axes look like those of the other command."""
     said = f"read as {read}; a file of axes ({other}) is for `gradherd replay {command}`"
     print(f"gradherd: {said}", file=sys.stderr)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HerdingCommand:
+    """Reorder the same random vectors with every policy and compare the herding bounds.
+
+    Each of M workers holds N random unit vectors that sum to zero. In each round a policy sees all
+    of them and reorders them. The herding bound H is the largest entry of any prefix sum over all
+    workers; the smaller it is, the faster training converges. Random orders stay near sqrt(M N),
+    independent balancing (id-grab) grows like sqrt(M), and coordinated balancing (cd-grab) stays
+    flat whatever M and N are. Repeats the random-vector study of the CD-GraB paper, arXiv
+    2302.00845.
+
+    Example: gradherd herding --workers 100 --units 10000 --orders cd-grab,id-grab,d-rr
+    """
+
+    workers: Count = 16
+    """Number of workers, M."""
+    units: Count = 500
+    """Vectors of each worker, N."""
+    dim: Count = 16
+    """Dimension of the vectors."""
+    rounds: Annotated[int, Arg(parse=whole(0))] = 12
+    """Number of rounds in which each policy reorders."""
+    orders: Annotated[
+        tuple[str, ...], Arg(metavar="A,B", known=POLICIES, default="all of them")
+    ] = tuple(POLICIES)
+    """Orders to compare, separated by commas, from: {known}."""
+    seed: Annotated[int, Arg(parse=whole(0, 2**32 - 1))] = 0
+    """Seed of the vectors and of random orders."""
+    json: bool = False
+    """Print {"workers", "units", "dim", "orders": {name: [H0..HR]}} instead of a table."""
+
+    def run(self) -> None:
+        """Run the study."""
+        # Python integers do not overflow, so the product can be checked before anything is
+        # allocated.
+        if self.workers * self.units * self.dim > _MAX_ELEMENTS:
+            raise UsageError(
+                f"--workers x --units x --dim must be at most {_MAX_ELEMENTS:,}, "
+                f"got {self.workers * self.units * self.dim:,}"
+            )
+        from gradherd.cli.progress import counted_loop
+        from gradherd.replay.recorded import random_vectors, replay_order
+
+        # The same vectors for all policies, so that bounds can be compared.
+        vectors = random_vectors(self.workers, self.units, self.dim, self.seed)
+        bounds: dict[str, list[float]] = {}
+        with counted_loop(len(self.orders) * self.rounds, "rounds") as advance:
+            for name in self.orders:
+                policy = make_policy(name)
+                bounds[name] = replay_order(
+                    vectors, policy, rounds=self.rounds, seed=self.seed, progress=advance
+                ).bounds
+        if self.json:
+            sizes = {"workers": self.workers, "units": self.units, "dim": self.dim}
+            print_json({**sizes, "orders": bounds})
+            return
+        # Bounds fall fast at first: a few early rounds and the last one fit a terminal.
+        rounds = sorted({0, 1, 2, 3, 5, 8, self.rounds} & set(range(self.rounds + 1)))
+        best = min(values[-1] for values in bounds.values())
+        print_table(
+            [
+                [name + "*" * (values[-1] == best), *(f"{values[at]:.2f}" for at in rounds)]
+                for name, values in bounds.items()
+            ],
+            ["order", *("start" if at == 0 else str(at) for at in rounds)],
+            title=f"Herding bound H by round: {self.workers} workers x {self.units} vectors, "
+            f"dimension {self.dim}, seed {self.seed}",
+            caption="Largest entry of any prefix sum; smaller is better; *: smallest at the end.",
+        )

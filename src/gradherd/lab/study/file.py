@@ -22,8 +22,6 @@ TESTS = ("less", "greater", "no-worse", "at-most", "at-least")
 """Comparisons a claim can make; `lab.report.claims` defines them."""
 PAIRED = ("epochs_share", "epochs_to_final")
 """Measures that are only defined relative to another arm, whatever the test."""
-THEMES = ("ordering", "open", "sparsifying", "together")
-"""Sections of the list of studies, in page order."""
 DEVICES = ("cpu", "cuda")
 """Devices a study can ask for."""
 MAX_ARMS = 1000
@@ -86,7 +84,8 @@ class Study:
     folder: Path
     """Folder of the file; paths of custom tasks are relative to it."""
     kind: str
-    theme: str
+    theme: str = "open"
+    """Section of the list of studies that it is in."""
     title: str
     task: str | None = None
     seeds: tuple[int, ...] = (0,)
@@ -147,7 +146,6 @@ def parse_study(tables: Mapping[str, Any], *, name: str, folder: Path) -> Study:
     seeds = _seeds(given.pop("seeds", 1))
     filled = ("name", "folder", "seeds", *_TABLES.values())
     check_table(Study, given, filled=filled, others=("seeds", *_TABLES))
-    check_known("theme", given["theme"], THEMES)
     check_known("device", given.get("device", "cpu"), DEVICES)
     study = Study(
         **given,
@@ -158,9 +156,7 @@ def parse_study(tables: Mapping[str, Any], *, name: str, folder: Path) -> Study:
         claims=tuple(_claim(one) for one in lists["claim"]),
         figures=tuple(lists["figure"]),
     )
-    # Last, because these compare parts of the file with each other.
-    _check_sources(study)
-    _check_names(study)
+    _check_names(study)  # last, because it compares parts of the file with each other
     return study
 
 
@@ -193,18 +189,6 @@ def _claim(table: Mapping[str, Any]) -> Claim:
     if claim.epoch is not None and claim.epoch < 1:
         raise ValueError(f"{where}: epochs are counted from 1, got {claim.epoch}")
     return claim
-
-
-def _check_sources(study: Study) -> None:
-    """Require a source for every setting: a reader must be able to judge who chose it."""
-    used = {*study.settings, *(name for arm in study.arms for name in arm.settings)}
-    # These are what a study compares; nobody has to justify them.
-    required = used - {"order", "sparsify", "case"}
-    missing, unused = sorted(required - set(study.sources)), sorted(set(study.sources) - used)
-    if missing:
-        raise ValueError(f"[sources] must say where {', '.join(missing)} comes from")
-    if unused:
-        raise ValueError(f"[sources] names {', '.join(unused)}, which nothing sets")
 
 
 def _check_names(study: Study) -> None:
