@@ -82,7 +82,7 @@ class Capture:
         """
         outer, model = model, unwrap_model(model)
         self.spec = FlatSpec.of(model)
-        self._model, self._settings = model, settings
+        self._model = model
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         # Fixes dtype and device of the rows, also for a batch without any gradient.
@@ -90,7 +90,6 @@ class Capture:
         if self._parameters:
             first = self._parameters[0]  # not new_empty: a shard's would be a DTensor
             self._like = at_least_float32(torch.empty(0, dtype=first.dtype, device=first.device))
-        self._is_exact = isinstance(settings, ExactRows)
         self._size, maps = self.spec.size, MapSettings(0, 0, 0, self._like, is_exact=True)
         if not isinstance(settings, ExactRows):
             tokens = any(isinstance(module, nn.Embedding) for module in model.modules())
@@ -99,7 +98,7 @@ class Capture:
             self._size = row_length(settings, self.spec.size)
             self._sketch = CountSketch(self._size, settings.seed)
             maps = MapSettings(rank, self._size, settings.seed, self._like)
-        self._pool = SinkPool(self._like, batch_size, is_exact=self._is_exact)
+        self._pool = SinkPool(self._like, batch_size, is_exact=isinstance(settings, ExactRows))
         self._pool.given_dim = settings.batch_dim
         self._dims = BatchDims(
             model, self._pool, batch_size=batch_size, sharded=sharded is not None
@@ -117,11 +116,15 @@ class Capture:
         self._tensors.is_whole = hasattr(outer, "_orig_mod")
         # Parameters whose gradients arrive as they are, and not as columns that layers share.
         self._whole = [i for i, uses in self._uses.items() if uses[0].layer.has_own_sinks]
+        sharing = [layer for layer in self._pool.layers if not layer.has_own_sinks]
+        self._shared_keys = {
+            own: key for one in sharing for own, key in zip(one.own_keys, one.keys, strict=True)
+        }
         self._layout = {
             key: one
-            for layer in self._pool.layers
+            for layer in sharing
             for key, one in zip(layer.keys, layer.maps, strict=True)
-            if one is not None and not layer.has_own_sinks
+            if one is not None
         }
         self._places = self._place_columns()
         self._check = RowCheck(
@@ -304,7 +307,7 @@ class Capture:
             # Not in step with other ranks, which follow with the next check.
             self._check.leave_out(self._check.without_batch())
             with torch.no_grad():
-                rows = self._exact(examples) if self._is_exact else self._sketched(examples)
+                rows = self._exact(examples) if self._pool.is_exact else self._sketched(examples)
             self._warn_of_unfrozen()
         finally:
             self._check.next_batch(self._model.training)
@@ -352,31 +355,16 @@ class Capture:
             rows = self._whole_rows(index, examples)
             if rows is not None:
                 total += self._sketch(rows, self.spec.names[index])
-        self._add_columns(total)
-        return total
-
-    def _add_columns(self, total: Tensor) -> None:
-        """Add columns that layers have mapped gradients to, to rows (B, k)."""
-        arrived, left_out = self._pool.arrived, self._check.left_out
-        columns = {key: rows for key, rows in arrived.items() if key in self._layout}
-        for key in self._check.suspects:  # until it is known what is wrong with them
-            columns.pop(key, None)
-        apart = [layer for layer in self._pool.layers if not layer.has_own_sinks]
-        apart = apart if any(key not in self._layout for key in arrived) else []
-        silent = [use for i, uses in self._uses.items() if self.spec.names[i] in left_out
-                  for use in uses]  # fmt: skip
-        for layer in apart:
-            for slot, (own, key) in enumerate(zip(layer.own_keys, layer.keys, strict=True)):
-                rows = arrived.get(own)
-                if rows is None:
-                    continue
-                for use in silent:
-                    if use.layer is layer and slot in use.slots:
-                        use.columns(slot, rows).zero_()
+        columns: dict[str, Tensor] = {}
+        for own, rows in self._pool.arrived.items():
+            key = self._shared_keys.get(own, own)
+            # Sums that are wrong are left out, until it is known what is wrong with them.
+            if key in self._layout and own not in self._check.suspects:
                 columns[key] = columns[key] + rows if key in columns else rows
         for key in self._places:
             if key in columns:
-                self._add(total, key, columns[key][: len(total)])
+                self._add(total, key, columns[key][:examples])
+        return total
 
     def _place_columns(self) -> dict[str, int | None]:
         """Decide where in a row the columns of each sink are added; None: they are hashed."""

@@ -157,10 +157,12 @@ class ParameterUse:
         grad = grad.flatten(1) if grad.dim() > 2 else grad
         return [self.layer.maps[slot].project(grad) for slot in self.slots]
 
-    def silence(self) -> None:
-        """Leave the parameter out of all later rows."""
+    def silence(self, arrived: Mapping[str, Tensor]) -> None:
+        """Leave the parameter out of rows (B, N) that have arrived, and of all later ones."""
         for slot in self.slots:
             one = self.layer.maps[slot]
+            if (rows := arrived.get(self.layer.own_keys[slot])) is not None:
+                self.columns(slot, rows).zero_()
             if isinstance(one, WholeMap):
                 continue
             signs = one.signs[one.parts[self.local]] if self.local else one.signs

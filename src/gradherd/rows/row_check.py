@@ -270,9 +270,9 @@ class RowCheck:
         self.left_out |= new
         self._set_hooks()
         for index, uses in self._uses.items():
-            if self.is_left_out(index):
+            if self._spec.names[index] in new:
                 for use in uses:
-                    use.silence()
+                    use.silence(self._pool.arrived)
         sizes = dict(zip(self._spec.names, self._spec.numels, strict=True))
         share = sum(sizes[name] for name in self.left_out) / max(1, self._spec.size)
         listed = "; ".join(f"{name} ({why})" for name, why in list(new.items())[:5])
