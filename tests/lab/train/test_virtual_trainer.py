@@ -210,9 +210,12 @@ def test_rows_of_what_is_sent_are_that_and_cost_nothing():
 
 def test_rows_of_what_is_sent_need_a_sparsifier_and_whole_batches():
     common = {"rows": "payload", "order": "cd-grab", "virtual": True, "workers": 2, "limit": 96}
-    for chosen in ({"batch_size": 8, "unit": 8}, {"sparsify": "topk", "density": 0.1, "unit": 1}):
-        with pytest.raises(ValueError, match="rows='payload' orders whole batches"):
-            VirtualTrainer(*_task_of(config_of("digits", **common, **chosen)))
+    whole, sparse = {"batch_size": 8, "unit": 8}, {"sparsify": "topk", "density": 0.1}
+    with pytest.raises(ValueError, match="rows 'payload' order whole batches: got unit 1 of 4"):
+        config_of("digits", **common, **sparse, unit=1)
+    for odd in ({}, {**sparse, "sparsify": "powersgd"}, {**sparse, "virtual": False}):
+        with pytest.raises(ValueError, match="are what a sparsifier sends at every step"):
+            config_of("digits", **common | whole | odd)
 
 
 def _task_of(config):

@@ -36,7 +36,7 @@ from gradherd.comm.checks import check_in, check_whole
 from gradherd.lab.tasks.defaults import Defaults, Hyperparameters
 from gradherd.lab.text import check_known, field_texts
 from gradherd.lab.train import POWERSGD, ROWS, exchange_names
-from gradherd.ordering.registry import POLICIES
+from gradherd.ordering.registry import POLICIES, make_policy
 
 if TYPE_CHECKING:
     from gradherd.rows.settings import RowSettings
@@ -95,11 +95,7 @@ class RunConfig(Hyperparameters):
         for name in ("sketch_size", "limit", "local_steps"):
             if (count := getattr(self, name)) is not None:
                 check_whole(name, count, 1)
-        if self.sketch_size is not None and self.rows != "sketch":
-            raise ValueError(
-                f"sketch_size {self.sketch_size} has no effect with rows {self.rows!r}: "
-                "choose rows 'sketch'"
-            )
+        self._check_rows()
         check_in(f"[0, {2**31})", seed=self.seed)
         if self.held_out is not None:
             check_in("(0, 1)", held_out=self.held_out)
@@ -113,6 +109,25 @@ class RunConfig(Hyperparameters):
                 "choose one (a task's drop goes with lr_schedule 'constant')"
             )
         self._check_exchange()
+
+    def _check_rows(self) -> None:
+        if self.sketch_size is not None and self.rows != "sketch":
+            raise ValueError(
+                f"sketch_size {self.sketch_size} has no effect with rows {self.rows!r}: "
+                "choose rows 'sketch'"
+            )
+        if self.rows not in ("batch", "payload") or not make_policy(self.order).needs_rows:
+            return
+        if self.unit != self.batch_size:
+            raise ValueError(
+                f"rows {self.rows!r} order whole batches: got unit {self.unit} of {self.batch_size}"
+            )
+        selects = self.density is not None and self.sparsify != POWERSGD
+        if self.rows == "payload" and not (selects and self.local_steps is None and self.virtual):
+            raise ValueError(
+                "rows 'payload' are what a sparsifier sends at every step, on simulated workers: "
+                f"got {self.exchange!r}"
+            )
 
     def _check_exchange(self) -> None:
         from gradherd.sparsify.selector import check_density

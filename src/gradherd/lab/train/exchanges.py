@@ -118,7 +118,8 @@ class SharedModel(VirtualExchange):
             # In the bits that ranks would get.
             return mean_of_rows(grads, out=torch.empty_like(grads[0]))
         mean, metrics = self._workers.step(grads), self._workers.metrics
-        self.payload = self._workers.payload
+        if isinstance(self._workers, VirtualWorkers):
+            self.payload = self._workers.payload
         counters.add_sparse(metrics)
         self.series.add(metrics.get("density", 0.0))
         counters.bytes += self._workers.bytes

@@ -84,7 +84,6 @@ class LowRankWorkers:
     in the order of the flat gradient.
     """
 
-    payload: Tensor | None = None
     bytes: int = 0  # that a worker has sent in the last step
 
     def __init__(

@@ -93,16 +93,6 @@ def check_suitable(configs: Sequence[RunConfig], data_dir: Path | None = None) -
     for config in configs:
         if config.augment and not augments(task):
             raise UnsuitableSettings(f"task {task.name!r} has no augmentation: leave out augment")
-        reads = config.rows if make_policy(config.order).needs_rows else ""
-        got = f"got unit {config.unit} of {config.batch_size}"
-        if reads in ("batch", "payload") and config.unit != config.batch_size:
-            raise UnsuitableSettings(f"rows {reads!r} order whole batches: {got}")
-        sends = config.density is not None and config.local_steps is None
-        if reads == "payload" and not (sends and config.virtual):
-            raise UnsuitableSettings(
-                "rows 'payload' are what a sparsifier sends at every step, on simulated workers: "
-                f"got {config.exchange!r}"
-            )
     if not carries_state(task):
         return
     for config in configs:

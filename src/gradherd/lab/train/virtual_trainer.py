@@ -267,12 +267,6 @@ class VirtualTrainer:
         self._gradients_are_rows = False
         # Every worker has received these values: nothing else is sent.
         self._payload_is_rows = needs_rows and config.rows == "payload"
-        whole_batches = config.unit == config.batch_size and config.local_steps is None
-        if self._payload_is_rows and (config.density is None or not whole_batches):
-            raise ValueError(
-                "rows='payload' orders whole batches (unit = batch_size) by what a sparsifier "
-                f"sends, got unit {config.unit} of {config.batch_size} and {config.exchange!r}"
-            )
         rows = None
         if needs_rows and not self._payload_is_rows:
             rows = row_settings(config, needs_rows, size)
