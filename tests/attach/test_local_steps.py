@@ -358,3 +358,14 @@ def test_all_methods_have_the_same_defaults():
 def test_bad_settings(settings, needle):
     with pytest.raises(ValueError, match="(?s)" + re.escape(needle)):
         gh.LocalSteps(**settings)
+
+
+def test_a_state_with_an_exchange_under_way_is_refused():
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    herd = gh.attach(net, optimizer=optimizer, local=gh.LocalSteps())
+    state = herd.state_dict()
+    state["local"]["snapshot"] = state["local"]["shared"]  # as overlap=True once saved it
+    with pytest.raises(ValueError, match="has an exchange under way"):
+        herd.load_state_dict(state)
+    herd.detach()

@@ -23,6 +23,7 @@ back, and training waits.
 Shapes: R ranks, C columns of this rank over all parameters.
 """
 
+import math
 import time
 import weakref
 from abc import abstractmethod
@@ -370,7 +371,7 @@ class ShardedCoordination(SlicedTransport):
         self._replaces = all(one.shares_reduce_scatter(world) for one in self._groups)
         spans = tuple(
             # Without the reduce-scatter any cut would do; a flat one pads least.
-            ShardSpan(p.name, *((p.shape, p.dim) if self._replaces else ((p.numel,), 0)))
+            p.span if self._replaces else ShardSpan(p.name, (math.prod(p.span.shape),), 0)
             for group in self._groups
             for p in group.parameters
         )
@@ -424,7 +425,7 @@ class ShardedCoordination(SlicedTransport):
         for present, block, factor in blocks:
             at = 0
             for parameter in present:
-                width = parameter.padded_numel(size)
+                width = parameter.span.width(size)
                 if parameter.name in self._columns:  # else it was frozen when this was attached
                     own = rows[:, self._columns[parameter.name]]
                     own.add_(block[:, at : at + width], alpha=factor)

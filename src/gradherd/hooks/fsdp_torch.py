@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradherd.comm.world import World
+from gradherd.hooks.layouts import ShardSpan
 
 # Read or replaced on torch's objects, and why.
 GROUP_NAMES = {
@@ -76,12 +77,9 @@ class ShardedParameter:
         self.name = name
         self._handle = handle
         sharded = handle.sharded_param
-        self.shape: tuple[int, ...] = tuple(sharded.shape)
-        """Shape of the whole parameter."""
-        self.dim: int = next((p.dim for p in sharded.placements if p.is_shard()), 0)
-        """Dimension that it is sharded along."""
-        self.numel = math.prod(self.shape)
-        """Elements of the whole parameter."""
+        dim = next((p.dim for p in sharded.placements if p.is_shard()), 0)
+        self.span = ShardSpan(name, tuple(sharded.shape), dim)
+        """Its shape, and the dimension along which it is sharded."""
 
     @property
     def sharded(self) -> Any:
@@ -97,11 +95,6 @@ class ShardedParameter:
     def local_numel(self) -> int:
         """Elements of this rank's shard."""
         return int(math.prod(self._handle.sharded_size))
-
-    def padded_numel(self, ranks: int) -> int:
-        """Return the elements that the reduce-scatter sends each rank: shards are padded."""
-        others = math.prod(self.shape[: self.dim] + self.shape[self.dim + 1 :])
-        return -(-self.shape[self.dim] // ranks) * others
 
     @property
     def unsharded(self) -> nn.Parameter | None:

@@ -265,7 +265,7 @@ class ShardedSparseHook(ShardedExchange, GradientExchange):
                 piece.zero_()
             else:  # It was frozen when the hook was attached, so it has no residual.
                 self._average_whole(piece)
-            at += parameter.padded_numel(self.shards.size)
+            at += parameter.span.width(self.shards.size)
 
     def _end_of_backward(self) -> None:
         """Exchange what this backward has reduced, and add the mean to p.grad."""

@@ -192,7 +192,16 @@ class LocalModels(VirtualExchange):
     def _exchange(self, counters: EpochCounters, *, forced: bool) -> None:
         with self._timer.measure():
             self._taken = 0
-            self._apply(*self._averages(counters, forced=forced))
+            mean, buffers = self._averages(counters, forced=forced)
+            if mean is None:
+                self._go_on_alone()
+                return
+            self._called_off = 0
+            self._outer.step(mean)
+            for weights in self._weights:
+                weights.write(weights.rounded(self._outer.shared))
+                if buffers is not None:
+                    weights.write_buffers(buffers)
 
     def _averages(
         self, counters: EpochCounters, *, forced: bool
@@ -219,17 +228,6 @@ class LocalModels(VirtualExchange):
         buffers = mean_of_buffers(torch.stack(rows))
         counters.bytes += all_gather_bytes(buffers, size)
         return mean, buffers
-
-    def _apply(self, mean: Tensor | None, buffers: Tensor | None) -> None:
-        if mean is None:
-            self._go_on_alone()
-            return
-        self._called_off = 0
-        self._outer.step(mean)
-        for weights in self._weights:
-            weights.write(weights.rounded(self._outer.shared))
-            if buffers is not None:
-                weights.write_buffers(buffers)
 
     def _go_on_alone(self) -> None:
         """Put workers whose weights are not finite back to the shared ones, as real ranks do."""
