@@ -31,7 +31,7 @@ from gradherd.cli.advise import AdviseCommand
 from gradherd.cli.main import main
 from gradherd.cli.options import density_for
 from gradherd.cli.replay import ReplaySparsifyCommand
-from gradherd.comm.collectives import all_reduce_small_bytes
+from gradherd.comm.script import AllReduceSmall
 from gradherd.ordering.coordination import BATCHES_PER_GATHER as EVERY
 from gradherd.rows.settings import SketchRows
 from gradherd.sparsify.basics import TopK
@@ -151,7 +151,8 @@ def test_bytes_of_ordering_are_those_of_the_real_one():
     for one in (few, many):
         more = predict(one, "dense", "cd-grab").bytes - predict(one, "dense").bytes
         products = torch.empty(one.workers * (one.workers + 3) // 2, dtype=torch.float64)
-        assert more == pytest.approx(all_reduce_small_bytes(products, one.workers) / 2, abs=1)
+        sent = AllReduceSmall(products).bytes_for_all(one.workers)
+        assert more == pytest.approx(sent / 2, abs=1)
     more = predict(few, "exdyna", "cd-grab").bytes - predict(few, "exdyna").bytes
     assert more == 3 * 4 * SketchRows().size
     assert EVERY == 32  # as `choices` assumes

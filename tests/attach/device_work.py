@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import gradherd as gh
-from gradherd.comm import collectives
-from gradherd.comm.collectives import all_reduce_small
+from gradherd.comm import script
 from gradherd.comm.world import World
 
 # By name: the package has a function `attach`, too.
@@ -121,14 +120,14 @@ def clipped(forced, clip=0.1):
 
 def small_sum():
     """A sum among more ranks than an all-gather is meant for."""
-    world, before = World.detect(), collectives._SMALL_WORLD
-    collectives._SMALL_WORLD = 1
+    world, before = World.detect(), script.SMALL_WORLD
+    script.SMALL_WORLD = 1
     try:
         own = torch.arange(3.0) + world.rank
-        total = all_reduce_small(own, world).value
+        total = script.AllReduceSmall(own).start(world).finished().value
         return own.tolist(), total.tolist()
     finally:
-        collectives._SMALL_WORLD = before
+        script.SMALL_WORLD = before
 
 
 def both_momenta():

@@ -8,13 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from gradherd.comm.collectives import (
-    all_gather,
-    all_reduce,
-    all_reduce_small,
-    all_to_all,
-    broadcast,
-)
+from gradherd.comm.collectives import all_gather, all_reduce, all_to_all, broadcast
+from gradherd.comm.script import AllReduceSmall
 from gradherd.comm.world import World
 
 
@@ -116,7 +111,8 @@ def unpicklable():
 
 def sum_small():
     world = World.detect()
-    return all_reduce_small(torch.arange(3.0).double() + world.rank / 3, world)
+    request = AllReduceSmall(torch.arange(3.0).double() + world.rank / 3)
+    return request.start(world).finished()
 
 
 def signalled(folder):

@@ -32,8 +32,6 @@ _all_to_all = partial(dist.all_to_all_single, async_op=True)
 # Over gloo, so many bytes for all ranks together are gathered by an all-to-all of copies, in
 # gloo's own thread, a third of the CPU time of messages that each wake the thread that sent them.
 _COPIED_BYTES = 2**20
-# Up to this many ranks an all-gather of a small tensor takes fewer hops than an all-reduce.
-_SMALL_WORLD = 8
 # Keeps our point-to-point messages apart from the user's own, whose tag is 0 by default ("gh").
 _TAG = 0x6768
 
@@ -125,13 +123,6 @@ def all_reduce_bytes(tensor: Tensor, size: int) -> int:
     return 2 * nbytes(tensor) * (size - 1) // size
 
 
-def all_reduce_small_bytes(tensor: Tensor, size: int) -> int:
-    """Return the bytes a rank sends for `all_reduce_small`."""
-    if size <= _SMALL_WORLD:
-        return all_gather_bytes(tensor, size)
-    return all_reduce_bytes(tensor, size)
-
-
 def all_reduce(tensor: Tensor, world: World) -> CollectiveResult:
     """Sum `tensor` over all ranks, in place. The result has the same bits on every rank."""
     return all_reduce_start(tensor, world).finished()
@@ -146,19 +137,6 @@ def all_reduce_start(tensor: Tensor, world: World) -> PendingCollective:
         return PendingCollective(tensor, 0)
     work = dist.all_reduce(tensor, group=world.group, async_op=True)
     return PendingCollective(tensor, all_reduce_bytes(tensor, world.size), (work,))
-
-
-def all_reduce_small(tensor: Tensor, world: World) -> CollectiveResult:
-    """Sum a small tensor over all ranks. The result has the same bits on every rank.
-
-    For a small tensor latency counts, not bandwidth: among few ranks one all-gather and a local
-    sum in rank order take fewer hops than an all-reduce. `tensor` is not changed.
-    """
-    if world.size > _SMALL_WORLD:
-        # A copy: the tensor may be a script's own, and scripts use theirs again.
-        return all_reduce(tensor.clone(), world)
-    gathered, sent = all_gather(tensor, world)
-    return CollectiveResult(gathered.sum(0), sent)
 
 
 def all_gather(tensor: Tensor, world: World) -> CollectiveResult:

@@ -27,6 +27,9 @@ from gradherd.comm import collectives, sliced_mean
 from gradherd.comm.collectives import PendingCollective
 from gradherd.comm.world import World
 
+SMALL_WORLD = 8
+"""Up to this many ranks an all-gather of a small tensor takes fewer hops than an all-reduce."""
+
 
 class ScriptResult(NamedTuple):
     """The value that a script returned, and the bytes its rank sent."""
@@ -102,27 +105,37 @@ class AllGatherUneven(Request):
 
 @dataclass(frozen=True)
 class AllReduceSmall(Request):
-    """Sum a small tensor over all ranks: results in a tensor of its shape, equal on all ranks."""
+    """Sum a small tensor over all ranks: results in a tensor of its shape, equal on all ranks.
+
+    For a small tensor latency counts, not bandwidth: among few ranks one all-gather and a local
+    sum in rank order take fewer hops than an all-reduce.
+    """
 
     tensor: Tensor
 
     def start(self, world: World) -> PendingCollective:
         """Sum."""
-        return PendingCollective(*collectives.all_reduce_small(self.tensor, world))
+        if world.size > SMALL_WORLD:
+            # A copy: the tensor is the script's own, and scripts use theirs again.
+            return collectives.all_reduce_start(self.tensor.clone(), world)
+        rows, sent = collectives.all_gather(self.tensor, world)
+        return PendingCollective(rows.sum(0), sent)
 
     @staticmethod
     def answer_all(requests: Sequence["AllReduceSmall"]) -> list[ScriptResult]:
-        """Sum by the expression of `all_reduce_small`, and so to the same bits.
+        """Sum as `start` does, and so to the same bits.
 
         In a world too large for that, the backend chooses the order of summation.
         """
         total = torch.stack([request.tensor for request in requests]).sum(0)
-        sent = collectives.all_reduce_small_bytes(total, len(requests))
+        sent = requests[0].bytes_for_all(len(requests))
         return [ScriptResult(total, sent)] * len(requests)
 
     def bytes_for_all(self, size: int) -> int:
         """Return the bytes of the total."""
-        return collectives.all_reduce_small_bytes(self.tensor, size)
+        if size > SMALL_WORLD:
+            return collectives.all_reduce_bytes(self.tensor, size)
+        return collectives.all_gather_bytes(self.tensor, size)
 
 
 @dataclass(frozen=True)
