@@ -26,7 +26,7 @@ from gradherd.advise.costs import (
     typical_overheads,
 )
 from gradherd.advise.decide import RIVALS, advise, break_even, code_for
-from gradherd.advise.measured import ACCURACY, MODELS, has_lost, least_speedup
+from gradherd.advise.measured import ACCURACY, MODELS, least_speedup
 from gradherd.cli.advise import AdviseCommand
 from gradherd.cli.main import main
 from gradherd.cli.options import density_for
@@ -327,7 +327,7 @@ def test_what_is_recommended_is_among_the_fastest(one):
     found = advise(one)
     steps = {c["exchange"]: c["step_seconds"] for c in found["choices"] if c["order"] == "d-rr"}
     allowed = steps if one.params < 2**31 else {name: steps[name] for name in RIVALS}
-    keeping = {n: s for n, s in allowed.items() if not has_lost(n, one.density)}
+    keeping = {n: s for n, s in allowed.items() if least_speedup(n, one.density) == 1}
     chosen = found["recommended"]
     fewest = min(keeping.values())
     if chosen in keeping:

@@ -103,6 +103,23 @@ class Choice:
         return self.exchange if self.order == "d-rr" else f"{self.exchange} + {self.order}"
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """What an exchange takes per step."""
+
+    seconds: float
+    """That training waits."""
+    bytes: float
+    """That a worker sends."""
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(self.seconds + other.seconds, self.bytes + other.bytes)
+
+    def every(self, steps: int) -> "Traffic":
+        """Return what it takes if it happens once in so many steps."""
+        return Traffic(self.seconds / steps, self.bytes / steps)
+
+
 def predict(setting: Setting, exchange: str, order: str = "d-rr") -> Choice:
     """Predict a step with one of `EXCHANGES` and one of `ORDERS`."""
     several, overheads = setting.workers > 1, setting.overheads
@@ -114,28 +131,28 @@ def predict(setting: Setting, exchange: str, order: str = "d-rr") -> Choice:
         overhead /= int(detail)
     if exchange == "dense" and ordered:
         # The exchange itself sends the shards that CD-GraB needs: it replaces the all-reduce.
-        exposed, sent = _sharded_cd_grab(setting)
+        sent = _sharded_cd_grab(setting)
         overhead = max(overhead, overheads.get("order", 0.0))
     else:
-        exposed, sent = EXCHANGES[exchange](setting)
+        sent = EXCHANGES[exchange](setting)
     if exchange in ("dense", "fp16"):
         # One bucket is processed while another is sent, a pipeline of two stages: the longer one
         # shows whole, and of the shorter one the bucket that has no other to overlap with.
-        pipelined = min(overhead, exposed) / num_buckets(setting)
-        overhead = max(0.0, overhead - exposed) + pipelined
+        pipelined = min(overhead, sent.seconds) / num_buckets(setting)
+        overhead = max(0.0, overhead - sent.seconds) + pipelined
     if exchange != "dense" and ordered:
-        # No other exchange gives a rank the gradients of all workers, so rows are sent beside it.
-        seconds, size = _gathered_sketches(setting)
-        # Gathered after the backward, so nothing of it overlaps.
-        exposed, sent = exposed + seconds, sent + size
+        # No other exchange gives a rank the gradients of all workers, so sketched rows are gathered
+        # beside it, many steps at a time; after the backward, so nothing of it overlaps.
+        rows = _gathered(setting, _BATCHES_PER_GATHER * _VALUE_BYTES * _SKETCH_SIZE)
+        sent += rows.every(_BATCHES_PER_GATHER)
         overhead += overheads.get("sketch", 0.0)
     return Choice(
         exchange=exchange,
         order=order,
-        step_seconds=setting.compute + exposed + overhead,
-        exchange_seconds=exposed,
+        step_seconds=setting.compute + sent.seconds + overhead,
+        exchange_seconds=sent.seconds,
         overhead_seconds=overhead,
-        bytes=sent,
+        bytes=sent.bytes,
     )
 
 
@@ -161,16 +178,29 @@ def num_buckets(setting: Setting) -> int:
     return max(1, math.ceil(_VALUE_BYTES * setting.params / _BUCKET_BYTES))
 
 
-def _all_reduced(setting: Setting, width: int) -> tuple[float, float]:
+def _gathered(setting: Setting, size: float) -> Traffic:
+    """Predict an all-gather of `size` bytes of each worker."""
+    ranks = setting.workers
+    return Traffic(all_gather_seconds(size, ranks, setting.link), size * (ranks - 1))
+
+
+def _summed(setting: Setting, size: float) -> Traffic:
+    """Predict an all-reduce of `size` bytes."""
+    ranks = setting.workers
+    seconds = all_reduce_seconds(size, ranks, setting.link)
+    return Traffic(seconds, 2 * size * (ranks - 1) / ranks)
+
+
+def _all_reduced(setting: Setting, width: int) -> Traffic:
     """Predict DDP's all-reduce of values with `width` bytes each."""
-    size, count, ranks = width * setting.params, num_buckets(setting), setting.workers
+    count = num_buckets(setting)
     # Buckets follow each other closely, so the latency counts once.
-    whole = all_reduce_seconds(size, ranks, setting.link)
-    last = all_reduce_seconds(size / count, ranks, setting.link)
-    return exposed_seconds(setting, whole, last, count), 2 * size * (ranks - 1) / ranks
+    whole = _summed(setting, width * setting.params)
+    last = _summed(setting, width * setting.params / count)
+    return Traffic(exposed_seconds(setting, whole.seconds, last.seconds, count), whole.bytes)
 
 
-def _sharded_cd_grab(setting: Setting) -> tuple[float, float]:
+def _sharded_cd_grab(setting: Setting) -> Traffic:
     """Predict CD-GraB on a dense exchange.
 
     An all-to-all sends the shards of each bucket once it is ready; the means are all-gathered after
@@ -179,79 +209,62 @@ def _sharded_cd_grab(setting: Setting) -> tuple[float, float]:
     """
     ranks, link, count = setting.workers, setting.link, num_buckets(setting)
     size = _VALUE_BYTES * setting.params
-    whole, last = (
-        all_to_all_seconds(size, ranks, link),
-        all_to_all_seconds(size / count, ranks, link),
-    )
-    seconds = exposed_seconds(setting, whole, last, count) + all_gather_seconds(
-        size / ranks, ranks, link
-    )
+    whole = all_to_all_seconds(size, ranks, link)
+    last = all_to_all_seconds(size / count, ranks, link)
+    means = all_gather_seconds(size / ranks, ranks, link)
     # Direct messages may take fewer hops than a ring, but do not count on it.
-    seconds = max(seconds, _all_reduced(setting, _VALUE_BYTES)[0])
+    plain = _all_reduced(setting, _VALUE_BYTES)
+    seconds = max(exposed_seconds(setting, whole, last, count) + means, plain.seconds)
     products = 2 * ranks * (ranks + 3)  # bytes per step
     background = products * (ranks - 1) * (1 if ranks <= _FEW_RANKS else 2 / ranks)
-    return seconds, 2 * size * (ranks - 1) / ranks + background
+    return Traffic(seconds, plain.bytes + background)
 
 
-def _powersgd(setting: Setting) -> tuple[float, float]:
+def _powersgd(setting: Setting) -> Traffic:
     """Predict PowerSGD: two all-reduced factors, one after the other, and uncompressed biases.
 
     An n x n matrix has factors of n x rank elements each, and a bias of n.
     """
-    ranks = setting.workers
     # D parameters in n x n matrices are D / n rows.
-    factor = _VALUE_BYTES * setting.rank * setting.params / setting.side
     biases = _VALUE_BYTES * setting.params / setting.side
-    seconds = 2 * all_reduce_seconds(factor, ranks, setting.link) + all_reduce_seconds(
-        biases, ranks, setting.link
-    )
-    return seconds, 2 * (2 * factor + biases) * (ranks - 1) / ranks
+    factor = _summed(setting, setting.rank * biases)
+    return factor + factor + _summed(setting, biases)
 
 
-def _topk(setting: Setting) -> tuple[float, float]:
+def _topk(setting: Setting) -> Traffic:
     """Predict top-k: all workers' indices are gathered, then the values of their union summed.
 
     Workers are assumed to select independently. That is nearly the worst case: a union of R k.
     """
-    ranks, k = setting.workers, setting.density * setting.params
     if setting.density == 1:
         return _values(setting, setting.params)
-    indices = _index_bytes(k, setting.params)
+    indices = _index_bytes(setting.density * setting.params, setting.params)
     # 1 - (1 - density) ** R, without losing the digits of a small density.
-    union = setting.params * -math.expm1(ranks * math.log1p(-setting.density))
-    seconds, sent = _values(setting, union)
-    flags = all_gather_seconds(FLAG_BYTES, ranks, setting.link)
-    gathered = all_gather_seconds(indices, ranks, setting.link)
-    return flags + gathered + seconds, sent + (indices + FLAG_BYTES) * (ranks - 1)
+    union = setting.params * -math.expm1(setting.workers * math.log1p(-setting.density))
+    headers = _gathered(setting, FLAG_BYTES) + _gathered(setting, indices)
+    return headers + _values(setting, union)
 
 
-def _exdyna(setting: Setting, form: ValueFormat = "fp32") -> tuple[float, float]:
+def _exdyna(setting: Setting, form: ValueFormat = "fp32") -> Traffic:
     """Predict ExDyna: all workers' offers in one all-gather, then the values of the selection."""
     ranks, k = setting.workers, setting.density * setting.params
     if setting.density == 1:
         return _values(setting, setting.params, form)
     # Each rank offers a few more than its share, from which all choose the same threshold.
-    count = math.ceil(EXDYNA_CAPACITY * k / ranks)
-    span = setting.params / ranks
-    compact = form in VALUE_BITS
-    offers = _index_bytes(count, span, compact)
+    count, compact = math.ceil(EXDYNA_CAPACITY * k / ranks), form in VALUE_BITS
+    offers = _index_bytes(count, setting.params / ranks, compact)
     # Every offer has its magnitude beside it; a flag says whether the gradient was finite.
     offers += magnitude_bytes(count, compact) + FLAG_BYTES + COUNT_BYTES
-    seconds, sent = _values(setting, k, form)
-    return all_gather_seconds(offers, ranks, setting.link) + seconds, sent + offers * (ranks - 1)
+    return _gathered(setting, offers) + _values(setting, k, form)
 
 
-def _local(setting: Setting, every: int) -> tuple[float, float]:
+def _local(setting: Setting, every: int) -> Traffic:
     """Predict local steps: every `every` steps, all of the difference is sent in one bit each way.
 
     Before that, workers compare where they are, then whether their values are finite.
     """
-    ranks, link = setting.workers, setting.link
-    seconds, sent = _values(setting, setting.params, "int1")
-    for size in (_POSITION_BYTES, FLAG_BYTES):
-        seconds += all_gather_seconds(size, ranks, link)
-        sent += size * (ranks - 1)
-    return seconds / every, sent / every
+    headers = _gathered(setting, _POSITION_BYTES) + _gathered(setting, FLAG_BYTES)
+    return (headers + _values(setting, setting.params, "int1")).every(every)
 
 
 def _index_bytes(count: float, span: float, compact: bool = False) -> float:
@@ -260,32 +273,23 @@ def _index_bytes(count: float, span: float, compact: bool = False) -> float:
     return min(index_bytes(whole, within, bits) for bits in index_formats(compact))
 
 
-def _values(setting: Setting, count: float, form: ValueFormat = "fp32") -> tuple[float, float]:
+def _values(setting: Setting, count: float, form: ValueFormat = "fp32") -> Traffic:
     """Predict the sum of `count` values: one round if they are few, else two that send less."""
 
     def size_of(values: float) -> float:
         bits = VALUE_BITS.get(form)
         return _VALUE_BYTES * values if bits is None else value_bytes(math.ceil(values), bits)
 
-    ranks, link, size = setting.workers, setting.link, size_of(count)
+    ranks, size = setting.workers, size_of(count)
     if fits_one_round(size, ranks, _VALUE_BYTES * setting.params):
-        return all_gather_seconds(size, ranks, link), size * (ranks - 1)
+        return _gathered(setting, size)
     # Few-bit values have levels for every slice, so a slice is rounded up on its own.
     share = size_of(count / ranks)
-    seconds = all_to_all_seconds(share * ranks, ranks, link) + all_gather_seconds(
-        share, ranks, link
-    )
-    return seconds, 2 * share * (ranks - 1)
+    seconds = all_to_all_seconds(share * ranks, ranks, setting.link)
+    return Traffic(seconds, share * (ranks - 1)) + _gathered(setting, share)
 
 
-def _gathered_sketches(setting: Setting) -> tuple[float, float]:
-    """Predict the all-gather of sketched rows for CD-GraB, many steps at a time."""
-    size = float(_VALUE_BYTES * _SKETCH_SIZE)
-    gathered = all_gather_seconds(_BATCHES_PER_GATHER * size, setting.workers, setting.link)
-    return gathered / _BATCHES_PER_GATHER, size * (setting.workers - 1)
-
-
-EXCHANGES: dict[str, Callable[[Setting], tuple[float, float]]] = {
+EXCHANGES: dict[str, Callable[[Setting], Traffic]] = {
     "dense": partial(_all_reduced, width=_VALUE_BYTES),
     "fp16": partial(_all_reduced, width=2),
     "powersgd": _powersgd,
@@ -298,9 +302,8 @@ EXCHANGES: dict[str, Callable[[Setting], tuple[float, float]]] = {
     "local-8": partial(_local, every=8),
     "local-16": partial(_local, every=16),
 }
-"""Exchange -> a function that returns the seconds training waits and the bytes a worker sends, both
-per step. local-4: 4 steps on one's own, then all of the difference in one bit; int2: values of 2
-bits."""
+"""Exchange -> a function that predicts what it takes. local-4: 4 steps on one's own, then all of
+the difference in one bit; int2: values of 2 bits."""
 SPARSE = ("topk", "exdyna")
 ORDERS = ("d-rr", "cd-grab")
 

@@ -11,7 +11,6 @@ from gradherd.advise.measured import (
     LOCAL_LIMITS,
     accuracy_records,
     accuracy_sentence,
-    has_lost,
     least_speedup,
 )
 from gradherd.advise.units import format_bytes, format_rate, format_seconds
@@ -236,7 +235,7 @@ def _conclusion(
     best = ", the best that torch has"
     if chosen.exchange in RIVALS:
         others = [name for name in RIVALS if name != chosen.exchange]
-        kept = [name for name in others if not has_lost(name, setting.density)]
+        kept = [name for name in others if least_speedup(name, setting.density) == 1]
         rival, best = _best(steps, kept), ""
     elif rival.exchange != _best(steps, RIVALS).exchange:
         best = ", the best of torch's that has lost no more"
@@ -247,7 +246,7 @@ def _conclusion(
         f"So use {label(setting, chosen)}: {times} as {label(setting, rival)}{best} "
         f"({_between(low, high)} {_IF_WRONG})"
     )
-    if has_lost(chosen.exchange, setting.density):
+    if least_speedup(chosen.exchange, setting.density) > 1:
         text += "; it has lost accuracy in our records, so compare the losses first"
     elif low < 1 and chosen.exchange not in RIVALS:
         text += "; that is too close to call, so time a few steps of both, and compare their losses"
