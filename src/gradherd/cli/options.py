@@ -76,7 +76,7 @@ _NONE = {"lr_schedule": "constant"}
 
 def _option(setting: RunSetting) -> tuple[str, Any, Any]:
     """Return a setting as a field of the options: its name, its type, and its default."""
-    name, kind = setting.name, setting.types[-1]
+    name, kind = setting.name, setting.kind
     if kind is bool:
         return name, Annotated[bool, Arg(help=setting.help)], False
     choices = tuple(dict.fromkeys((*filter(None, [_NONE.get(name)]), *setting.choices)))

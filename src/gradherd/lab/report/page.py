@@ -62,6 +62,7 @@ def render(
     script = (
         resources.files("gradherd.lab.report").joinpath("templates", "page.js").read_text("utf-8")
     )
+    digest = hashlib.sha256(script.encode("utf-8")).digest()
     text = _environment().get_template("page.html.j2").render(
         title=printable(title) if title is not None else title_of(comparisons),
         sections=[_section(f"c{i}", one, names) for i, one in enumerate(comparisons)],
@@ -69,7 +70,7 @@ def render(
         most_arms=max(len(comparison.arms) for comparison in comparisons),
         script=Markup(script),
         # With a hash no other script can run, whatever a record contains.
-        script_hash=f"sha256-{_sha256(script)}",
+        script_hash=f"sha256-{base64.b64encode(digest).decode('ascii')}",
     )  # fmt: skip
     # Half a surrogate pair is valid in a JSON string, but cannot be encoded as UTF-8.
     return text.encode("utf-8", "replace").decode("utf-8")
@@ -145,8 +146,3 @@ def _csv_link(table: tuple[Sequence[str], Sequence[Sequence[str]]]) -> str:
     text = io.StringIO()
     csv.writer(text).writerows([table[0], *table[1]])
     return f"data:text/csv;charset=utf-8,{quote(text.getvalue())}"
-
-
-def _sha256(script: str) -> str:
-    digest = hashlib.sha256(script.encode("utf-8")).digest()
-    return base64.b64encode(digest).decode("ascii")

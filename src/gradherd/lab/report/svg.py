@@ -210,18 +210,10 @@ def page_chart(
     levels: Sequence[tuple[float, str]] = (),
     x_text: Callable[[float], str] | None = None,
 ) -> str:
-    """Return a line chart as SVG that is part of a page.
+    """Return a line chart as SVG that is part of a page; the first line is drawn on top.
 
-    Args:
-        x: Label of the x axis.
-        y: Label of the y axis.
-        lines: The lines; the first is drawn on top.
-        log: Whether the y axis is logarithmic.
-        levels: Dashed horizontal lines with a few words.
-        x_text: Writes a value of the x axis; by default a number with as few digits as it takes.
-
-    Raises:
-        ValueError: No line has a point to draw.
+    `levels` are dashed horizontal lines with a few words; `x_text` writes a value of the x axis, by
+    default as a number with as few digits as it takes. Raises ValueError if nothing can be drawn.
     """
     layout = PAGE_LAYOUT
     visible, axes = fit_axes(lines, layout, log=log, levels=levels)

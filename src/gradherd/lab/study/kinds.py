@@ -113,7 +113,7 @@ class CompareStudy(StudyKind):
 
     # What is left out belongs to one run or one machine, not to an arm.
     keys: ClassVar[Mapping[str, Any]] = {
-        one.name: one.types[-1]
+        one.name: one.kind
         for one in run_settings().values()
         if one.name not in ("task", "seed", "held_out", "virtual", "device")
     }

@@ -1,7 +1,7 @@
 """The settings of a run: one schema for records, study files and the command line.
 
 `RunConfig` is the schema. Its fields, with those it inherits from `Hyperparameters`, are all that
-can be set of a run, and `run_settings` describes them: name, types, choices, default and the text
+can be set of a run, and `run_settings` describes them: name, type, choices, default and the text
 below the field. From that description come
 - the keys of a study file (`lab.study.kinds.CompareStudy`), all but those of one run or machine;
 - the options of `gradherd train` and `compare` (`cli.options.TrainingOptions`): `lr_drop_every` is
@@ -345,8 +345,8 @@ class RunSetting(NamedTuple):
     """What a study file and the command line need to know of a field of `RunConfig`."""
 
     name: str
-    types: tuple[type, ...]
-    """Types of its values in a file: bool, int, float, str or dict."""
+    kind: type
+    """Type of its values in a file: bool, int, float, str or dict."""
     choices: tuple[str, ...]
     """All its values, if they are few."""
     default: Any
@@ -361,7 +361,7 @@ def run_settings() -> dict[str, RunSetting]:
     """Return all fields of `RunConfig` by name.
 
     >>> run_settings()["optimizer"]
-    RunSetting(name='optimizer', types=(<class 'str'>,), choices=('sgd', 'adamw'), default='sgd', \
+    RunSetting(name='optimizer', kind=<class 'str'>, choices=('sgd', 'adamw'), default='sgd', \
 by_task=True, help='Optimizer.')
     """
     hints, texts = get_type_hints(RunConfig), field_texts(RunConfig)
@@ -373,11 +373,9 @@ by_task=True, help='Optimizer.')
         (kind,) = (one for one in options if one is not NoneType)
         choices = get_args(kind) if get_origin(kind) is Literal else ()
         kind = str if choices else dict if get_origin(kind) is not None else kind
-        # TOML reads 1 as an integer where 1.0 is meant.
-        types = (int, float) if kind is float else (kind,)
         default = None if field.default is dataclasses.MISSING else field.default
         settings[field.name] = RunSetting(
-            field.name, types, choices, default, field.name in by_task, texts.get(field.name, "")
+            field.name, kind, choices, default, field.name in by_task, texts.get(field.name, "")
         )
     return settings
 
