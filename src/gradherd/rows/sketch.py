@@ -13,7 +13,6 @@ Shapes: B examples, N coordinates, k buckets.
 """
 
 from hashlib import blake2b
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -118,7 +117,7 @@ class CountSketch:
             raise ValueError(f"k must be at least 1, got {k}")
         self.size, self.seed = k, seed
         self._blocks: dict[tuple[str, int, int, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
-        self._members: dict[tuple[str, int], _Members] = {}
+        self._buckets: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, vectors: Tensor, name: str = "", *, offset: int = 0) -> Tensor:
         """Sketch vectors (..., N) by (..., k).
@@ -131,8 +130,10 @@ class CountSketch:
         if offset < 0:
             raise ValueError(f"offset must not be negative, got {offset}")
         k, size, device = self.size, vectors.shape[-1], vectors.device
-        if vectors.dim() == 2 and not offset and _fits_bags(vectors):
-            return _sum_buckets(vectors.detach(), k, self._members_of(name, size))
+        if vectors.dim() == 2 and not offset and _fits_buckets(vectors):
+            buckets, signs = self._buckets_of(name, size)
+            signed = vectors.detach() * signs.to(vectors.dtype)
+            return signed.new_zeros(len(signed), k).index_add_(1, buckets, signed)
         first, lead = divmod(offset, k)
         tail = -(lead + size) % k
         count = (lead + size + tail) // k
@@ -178,17 +179,17 @@ class CountSketch:
             self._blocks[key] = (*blocks, signs)
         return self._blocks[key]
 
-    def _members_of(self, name: str, size: int) -> "_Members":
-        if (name, size) not in self._members:
+    def _buckets_of(self, name: str, size: int) -> tuple[Tensor, Tensor]:
+        """Return buckets (N,) and signs (N,) of all coordinates."""
+        if (name, size) not in self._buckets:
             k = self.size
             shifts, block_signs, signs = self.hashes(name, 0, -(-size // k), torch.device("cpu"))
             buckets = ((torch.arange(k) + shifts[:, None]) % k).flatten()[:size]
-            signs = (block_signs[:, None] * signs).flatten()[:size]
-            self._members[name, size] = _Members.of(buckets, signs, k)
-        return self._members[name, size]
+            self._buckets[name, size] = buckets, (block_signs[:, None] * signs).flatten()[:size]
+        return self._buckets[name, size]
 
 
-def _fits_bags(vectors: Tensor) -> bool:
+def _fits_buckets(vectors: Tensor) -> bool:
     """Say whether vectors (..., N) are added up by buckets: on a CPU, several of moderate length.
 
     A single one is added faster in blocks; what is remembered of a long one takes memory.
@@ -197,31 +198,3 @@ def _fits_bags(vectors: Tensor) -> bool:
     size = vectors.shape[-1]
     several = 0 < size <= _MAX_CACHED and vectors.numel() >= _FEW * size
     return vectors.device.type == "cpu" and exact and several
-
-
-class _Members(NamedTuple):
-    """The coordinates of each bucket."""
-
-    coordinates: Tensor
-    """(N,) int64, bucket after bucket."""
-    starts: Tensor
-    """(k,) int64, where each bucket starts."""
-    signs: Tensor
-    """(N,) float32 of the coordinates."""
-
-    @classmethod
-    def of(cls, buckets: Tensor, signs: Tensor, k: int) -> "_Members":
-        order = buckets.argsort(stable=True)
-        return cls(order, torch.searchsorted(buckets[order], torch.arange(k)), signs[order])
-
-
-def _sum_buckets(vectors: Tensor, k: int, members: _Members) -> Tensor:
-    """Sketch vectors (..., N) by (..., k) in one read: a tenth of a product with a matrix."""
-    # Coordinate by coordinate, as rows of a table whose bags are the buckets: torch has no faster
-    # way on a CPU to add up rows by a list.
-    table = vectors.reshape(-1, vectors.shape[-1]).T.contiguous()
-    signs = members.signs.to(table.dtype)
-    sums = F.embedding_bag(
-        members.coordinates, table, members.starts, mode="sum", per_sample_weights=signs
-    )
-    return sums.T.reshape(*vectors.shape[:-1], k)
