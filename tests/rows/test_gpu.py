@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from gradherd.rows.capture import Capture
-from gradherd.rows.settings import SketchRows, TwoSidedRows
+from gradherd.rows.settings import ExactRows, SketchRows, TwoSidedRows
 from tests.rows.zoo import ResNet, ViT
 
 pytestmark = [
@@ -77,6 +77,29 @@ def test_sketches_of_images_are_those_of_the_cpu(make):
         results.append(capture.pop_rows(9).cpu())
     # Convolutions round to TF32.
     assert float((results[1] - results[0]).norm() / results[0].norm()) < 0.02
+
+
+class Recurrent(nn.Module):
+    """Modules without a rule, one of them called twice in a row."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.layer = nn.Embedding(50, 24), nn.LSTM(24, 16, batch_first=True)
+        self.act, self.last = nn.PReLU(16), nn.Linear(16, 3)
+
+    def forward(self, tokens):
+        return self.last(self.act(self.act(self.layer(self.words(tokens))[0].mean(1)) - 0.1))
+
+
+@pytest.mark.parametrize("settings", [ExactRows(strict=True), SketchRows(size=64, strict=True)])
+def test_modules_without_a_rule_have_the_rows_of_the_cpu(settings):
+    torch.manual_seed(0)
+    model, tokens, labels = Recurrent(), torch.randint(50, (9, 6)), torch.randint(3, (9,))
+    results = []
+    for device in ("cpu", "cuda"):
+        _, capture = on(device, model, tokens, labels, partial(Capture, settings=settings))
+        results.append(capture.pop_rows(9).cpu())
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
 
 
 def test_a_model_that_moves_after_it_was_tapped_is_refused():

@@ -90,15 +90,11 @@ class Capture:
         if self._parameters:
             first = self._parameters[0]  # not new_empty: a shard's would be a DTensor
             self._like = at_least_float32(torch.empty(0, dtype=first.dtype, device=first.device))
-        self._size, maps = self.spec.size, MapSettings(0, 0, 0, self._like, is_exact=True)
-        if not isinstance(settings, ExactRows):
-            tokens = any(isinstance(module, nn.Embedding) for module in model.modules())
-            rank = settings.rank if isinstance(settings, TwoSidedRows) else None
-            rank = rank or (TOKEN_RANK if tokens else DEFAULT_RANK)
-            self._size = row_length(settings, self.spec.size)
-            self._sketch = CountSketch(self._size, settings.seed)
-            maps = MapSettings(rank, self._size, settings.seed, self._like)
-        self._pool = SinkPool(self._like, batch_size, is_exact=isinstance(settings, ExactRows))
+        maps = _map_settings(settings, model, self.spec.size, self._like)
+        self._size = maps.size
+        if not maps.is_exact:
+            self._sketch = CountSketch(maps.size, maps.seed)
+        self._pool = SinkPool(self._like, batch_size, is_exact=maps.is_exact)
         self._pool.given_dim = settings.batch_dim
         self._dims = BatchDims(
             model, self._pool, batch_size=batch_size, sharded=sharded is not None
@@ -444,6 +440,18 @@ class Capture:
             untap()
         self._check.remove_hooks()
         self.clear()
+
+
+def _map_settings(
+    settings: ExactRows | SketchRows | TwoSidedRows, model: nn.Module, size: int, like: Tensor
+) -> MapSettings:
+    """Return sizes and seed of the maps of a model with `size` parameters."""
+    if isinstance(settings, ExactRows):
+        return MapSettings(0, size, 0, like, is_exact=True)
+    tokens = any(isinstance(module, nn.Embedding) for module in model.modules())
+    rank = settings.rank if isinstance(settings, TwoSidedRows) else None
+    rank = rank or (TOKEN_RANK if tokens else DEFAULT_RANK)
+    return MapSettings(rank, row_length(settings, size), settings.seed, like)
 
 
 def row_scale(examples: int, reduction: str, loss_scale: float) -> float:
