@@ -30,7 +30,7 @@ ALLOWED = {
     "advise": {"advise", "comm", "sparsify", "ordering"},
     "lab": {"lab", "replay", "advise", *CORE},
     "lab.text": {"lab.text"},
-    "lab.tasks": {"lab.tasks", "lab.text"},
+    "lab.tasks": {"lab.tasks", "lab.text", "comm"},  # its checks of settings
     "lab.ranks": {"comm"},
     "lab.train": {"lab.train", "lab.tasks", "lab.text", "lab.ranks", *CORE},
     "lab.bench": {"lab.bench", *CORE},
