@@ -5,7 +5,7 @@ both arms have.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gradherd.lab.report.arms import (
@@ -71,16 +71,6 @@ class ArmPair:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """A question that some arms of a comparison answer."""
-
-    kind: str
-    """order, sparsify, or both."""
-    text: str
-    pairs: tuple[ArmPair, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Comparison:
     """All arms of one task."""
 
@@ -92,7 +82,8 @@ class Comparison:
     """The first one is the baseline."""
     pairs: tuple[ArmPair, ...]
     """Each arm with the baseline, the baseline with itself."""
-    questions: tuple[Question, ...]
+    questions: Mapping[str, Sequence[ArmPair]]
+    """What the arms answer, one of `QUESTIONS`: the pairs that do."""
     notes: tuple[str, ...]
     """What a reader has to know before trusting the figures."""
 
@@ -152,7 +143,7 @@ def _check_comparable(records: Sequence[RunRecord]) -> None:
     check_unique(records)
 
 
-def _questions(arms: Sequence[ArmSummary]) -> tuple[Question, ...]:
+def _questions(arms: Sequence[ArmSummary]) -> dict[str, list[ArmPair]]:
     """Return the questions these arms answer; paired arms differ in one thing where possible."""
     base, pairs = arms[0], dict[str, list[ArmPair]](order=[], sparsify=[], both=[])
     for position, arm in enumerate(arms):
@@ -163,11 +154,7 @@ def _questions(arms: Sequence[ArmSummary]) -> tuple[Question, ...]:
             pairs[kind] += [compare_pair(arm, one) for one in itertools.islice(references, 1)]
         if arm.order != base.order and arm.key[1:] != base.key[1:]:
             pairs["both"].append(compare_pair(arm, base))
-    return tuple(
-        Question(kind=kind, text=QUESTIONS[kind], pairs=tuple(some))
-        for kind, some in pairs.items()
-        if some
-    )
+    return {kind: some for kind, some in pairs.items() if some}
 
 
 def compare_pair(arm: ArmSummary, reference: ArmSummary) -> ArmPair:

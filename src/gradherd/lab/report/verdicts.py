@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gradherd.lab.report.arms import late_epochs, values_over
-from gradherd.lab.report.comparison import ArmPair, Comparison, Question, compare_pair
+from gradherd.lab.report.comparison import QUESTIONS, ArmPair, Comparison, compare_pair
 from gradherd.lab.report.stats import LEVEL, MIN_SEEDS, Family, PairedDifference
 from gradherd.lab.text import counted, decimals, fixed, listed, p_value, significant
 
@@ -48,18 +48,18 @@ class Verdict:
     """The answer in one sentence."""
 
 
-def answers(comparison: Comparison) -> list[tuple[Question, list[Verdict]]]:
+def answers(comparison: Comparison) -> list[tuple[str, list[Verdict]]]:
     """Return each question of a comparison with a verdict per pair, and the checks by the control.
 
     All differences are one family: p values are corrected for their number.
     """
     family, found = family_of(comparison), []
-    for question in comparison.questions:
-        verdicts = [_pair_verdict(question.kind, p, comparison, family) for p in question.pairs]
-        if question.kind == "order":
+    for kind, pairs in comparison.questions.items():
+        verdicts = [_pair_verdict(kind, pair, comparison, family) for pair in pairs]
+        if kind == "order":
             checks = (_control_verdict(*check, family) for check in _control_checks(comparison))
             verdicts += [one for one in checks if one is not None]
-        found.append((question, verdicts))
+        found.append((QUESTIONS[kind], verdicts))
     return found
 
 
@@ -77,8 +77,8 @@ def family_of(comparison: Comparison) -> Family:
     # By arms, since a pair may answer two questions.
     pairs = {
         (pair.arm.key, pair.reference.key): pair
-        for question in comparison.questions
-        for pair in question.pairs
+        for some in comparison.questions.values()
+        for pair in some
     }
     tests = [one for pair in pairs.values() for one in (_deciding_loss(pair), pair.metric)]
     return Family([*tests, *(_deciding_loss(pair) for _, pair in _control_checks(comparison))])
@@ -102,7 +102,7 @@ def _deciding_loss(pair: ArmPair) -> PairedDifference | None:
 
 def _control_checks(comparison: Comparison) -> list[tuple[ArmPair, ArmPair]]:
     """Return each order that balances gradients beside its reference, and beside the control."""
-    pairs = [p for one in comparison.questions if one.kind == "order" for p in one.pairs]
+    pairs = comparison.questions.get("order", ())
     controls = [pair for pair in pairs if pair.arm.order == CONTROL]
     if not controls:
         return []
