@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradherd.rows import FlatSpec
+from gradherd.flat import FlatSpec
 
 
 def model() -> nn.Module:

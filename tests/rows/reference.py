@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from gradherd.rows import FlatSpec
+from gradherd.flat import FlatSpec
 from gradherd.rows.capture import Capture
 
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradherd.lab.ranks import run_ranks
-from gradherd.rows import Capture, describe
+from gradherd.rows.capture import Capture
+from gradherd.rows.layer_plan import describe
 from gradherd.rows.settings import ExactRows, TwoSidedRows
 from tests.rows.reference import batch_gradient, close, loop_over_examples
 

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from gradherd.rows import Capture, describe
 from gradherd.rows.batch_dims import BatchDims
+from gradherd.rows.capture import Capture
+from gradherd.rows.layer_plan import describe
 from gradherd.rows.settings import ExactRows
 from gradherd.rows.sink import SinkPool
 from tests.rows.reference import batch_gradient, close, loop_over_examples

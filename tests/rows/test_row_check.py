@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradherd.rows import Capture
+from gradherd.rows.capture import Capture
 from gradherd.rows.row_check import CHECK_EVERY, FIRST_CHECKS
 from gradherd.rows.settings import ExactRows, SketchRows
 from tests.rows.reference import close, loop_over_examples

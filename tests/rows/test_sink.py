@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from benchmarks.model_steps import correlation
 from torch import Tensor, nn
 
-from gradherd.rows import Capture, sink_maps
+from gradherd.rows import sink_maps
+from gradherd.rows.capture import Capture
 from gradherd.rows.settings import SketchRows, TwoSidedRows, row_length
 from tests.rows.reference import loop_over_examples, mapped
 from tests.rows.zoo import BATCH, TRANSFORMERS, ZOO, Case, losses

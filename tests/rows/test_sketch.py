@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from gradherd.hooks.row_sources import make_row_source
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.registry import make_policy
-from gradherd.rows import count_sketch
 from gradherd.rows.settings import SketchRows
 from gradherd.rows.sketch import (
     CountSketch,
     buckets_and_signs,
+    count_sketch,
     hashed_permutation,
     hashes,
     random_signs,
@@ -121,7 +121,7 @@ def test_a_long_vector_is_sketched_in_pieces(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_equal_seeds_give_equal_sketches_in_every_process() -> None:
     code = (
-        "import torch; from gradherd.rows import count_sketch;"
+        "import torch; from gradherd.rows.sketch import count_sketch;"
         "torch.manual_seed(5); print(count_sketch(torch.arange(1000.0), 8, 3, name='w').tolist())"
     )
     runs = {

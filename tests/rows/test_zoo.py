@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradherd.rows import Capture
+from gradherd.rows.capture import Capture
 from tests.rows.reference import loop_over_examples
 from tests.rows.zoo import BATCH, TRANSFORMERS, ZOO, Case, losses
 

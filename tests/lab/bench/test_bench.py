@@ -10,7 +10,7 @@ from gradherd.comm.world import World
 from gradherd.lab.bench import STEP_EXCHANGES
 from gradherd.lab.bench.bench_balancing import CASES, published_loop
 from gradherd.lab.bench.bench_rows import RowsBench, mlp
-from gradherd.rows import Capture
+from gradherd.rows.capture import Capture
 
 KEYS = {"case", "workers", "dim", "seconds", "bytes", "peak_bytes", "ratio"}
 
