@@ -207,17 +207,18 @@ def refused():
     """Return what attach says to models and settings that do not fit."""
     mesh, said = mesh_of((2, 2)), {}
 
-    def attempt(name, shard_mesh, given=mesh, **options):
+    def attempt(name, shard_mesh, local=None, given=mesh, **options):
         model = fully_shard(Net("plain"), mesh=shard_mesh, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         try:
-            gh.attach(model, optimizer=optimizer, local=settings(), mesh=given)
+            gh.attach(model, optimizer=optimizer, local=local or settings(), mesh=given)
             said[name] = "accepted"
         except ValueError as error:
             said[name] = str(error)
 
     attempt("native", mesh)
     attempt("no mesh", mesh["shard"], given=None)
+    attempt("overlap", mesh["shard"], settings(overlap=True))
     attempt("offload", mesh["shard"], offload_policy=CPUOffloadPolicy(pin_memory=False))
     return said
 

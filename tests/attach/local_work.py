@@ -29,6 +29,18 @@ CASES = {
     "sparse": gh.LocalSteps(
         every=3, method=gh.TopK(density=0.1), values="fp32", decay=0.9, dense_below=20
     ),
+    "overlap": gh.LocalSteps(
+        every=4,
+        method=gh.TopK(density=0.1),
+        values="fp32",
+        decay=0.9,
+        dense_below=20,
+        overlap=True,
+        delay=3,
+    ),
+    "applied at once": gh.LocalSteps(
+        every=2, method="exdyna", values="fp32", decay=0.95, overlap=True, delay=2
+    ),
     "one bit": gh.LocalSteps(every=2, method="exdyna", decay=0.95),
 }
 
@@ -279,7 +291,9 @@ def ordered(rank):
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     sampler = gh.OrderedSampler(data, "cd-grab", batch_size=4)
-    local = gh.LocalSteps(every=3, method=gh.ExDyna(density=0.2), values="fp32", decay=0.95)
+    local = gh.LocalSteps(
+        every=3, method=gh.ExDyna(density=0.2), values="fp32", decay=0.95, overlap=True
+    )
     herd = gh.attach(net, order=sampler, optimizer=optimizer, local=local)
     for epoch in range(3):
         sampler.set_epoch(epoch)
@@ -298,7 +312,7 @@ def everything():
         "paths": {name: train(settings, 11, rank) for name, settings in CASES.items()},
         "resumed": {
             (name, stop): resumed(CASES[name], 11, stop, rank)
-            for name, stops in {"sparse": (4, 6), "diloco": (5,)}.items()
+            for name, stops in {"sparse": (4, 6), "diloco": (5,), "overlap": (5, 8)}.items()
             for stop in stops
         },
         "buffers": buffers_of(CASES["sparse"], rank),

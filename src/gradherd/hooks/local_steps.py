@@ -1,8 +1,9 @@
 """Local steps: a hook of the optimizer counts, and every H-th step exchanges.
 
 The exchange is that of gradients (`sparsify.worker`), with the difference between shared and own
-weights in the place of the gradient. Then every rank takes over the new shared weights. Of a
-sharded module (FSDP2) the vectors hold this rank's shards.
+weights in the place of the gradient. Then every rank takes over the new shared weights. With
+`overlap` the exchange runs in a thread, and what a rank has learned meanwhile is added to them. Of
+a sharded module (FSDP2) the vectors hold this rank's shards.
 
 Shapes: D elements of all trainable parameters, B of all floating-point buffers.
 """
@@ -10,6 +11,7 @@ Shapes: D elements of all trainable parameters, B of all floating-point buffers.
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
+from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.checks import TrainingDiverged
 from gradherd.comm.collectives import broadcast
 from gradherd.comm.script import run
@@ -34,6 +37,16 @@ log = logging.getLogger("gradherd")
 # A rank whose optimizer holds NaN breaks every exchange: end such a run instead of going on.
 MAX_CALLED_OFF = 3
 """Exchanges in a row that may be called off."""
+
+
+@dataclass
+class _Arrival:
+    """The result of an exchange that was not applied yet."""
+
+    mean: Tensor | None
+    """(D,) mean difference of all ranks; None if the exchange was called off."""
+    buffers: Tensor | None
+    metrics: dict[str, Any]
 
 
 class OwnGradients(BucketHook):
@@ -85,18 +98,24 @@ class LocalExchange(ModelExchange):
         model = model if ddp is None else ddp.module
         self._optimizer = optimizer
         device = next(p for p in model.parameters() if p.requires_grad).device
-        if not peers.exchanges(device):
+        # The loop's own group would mix up the collectives of a thread with those of the loop; the
+        # thread's group is gloo's, which takes tensors on the CPU, and so may be the loop's.
+        if settings.overlap or not peers.exchanges(device):
             device = torch.device("cpu")
         self._settings = settings
         self._weights = FlatWeights(
             model, settings.dense_below, device, with_buffers=settings.buffers == "mean"
         )
         super().__init__(self._weights.parameters, settings.sent, world, peers, device)
-        self._weights.broadcast(peers)
+        self._channel = peers.side_channel() if settings.overlap else peers
+        self._thread = BackgroundThread("gradherd-local-steps") if settings.overlap else None
+        self._weights.broadcast(self._channel)
         self._outer = OuterOptimizer(settings, self._weights.read())
-        self._taken = 0  # steps since the last exchange
+        self._taken = 0  # steps since the last exchange began
         self._steps = 0  # steps since the run began
         self._called_off = 0  # exchanges in a row
+        self._snapshot: Tensor | None = None  # own weights when the running exchange began
+        self._arrival: _Arrival | None = None
         self._loaded: dict[str, Tensor] | None = None  # what a state has just set
         # Last: if something above fails, DDP still averages.
         self._ddp_hook = None if ddp is None else OwnGradients(ddp)
@@ -148,49 +167,52 @@ class LocalExchange(ModelExchange):
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._taken += 1
         self._steps += 1
-        if self._taken >= self._settings.every:
-            self._exchange(forced=False)
+        with self.stopwatch:
+            if self._snapshot is not None and self._taken >= self._settings.steps_until_applied:
+                self._apply()
+            if self._taken >= self._settings.every:
+                self._begin(forced=False)
+                if not self._settings.overlap:
+                    self._apply()
 
     def sync(self) -> None:
         """Exchange now, also within a phase; afterwards all ranks have equal weights."""
-        if self._taken or self._called_off:
-            self._exchange(forced=True)
+        with self.stopwatch:
+            if self._snapshot is not None:
+                self._apply()
+            if self._taken or self._called_off:
+                self._begin(forced=True)
+                self._apply()
 
     @torch.no_grad()
-    def _exchange(self, *, forced: bool) -> None:
-        """Exchange what the steps of a phase have changed, and take over the shared weights."""
-        with self.stopwatch:
-            self._weights.check_trainable()
-            shared, own = self._weights.rounded(self._outer.shared), self._weights.read()
-            self._worker.set_unit(1.0)
-            self._worker.add(0, torch.sub(shared, own, out=own))
-            result, sent = self._run(torch.tensor([self._steps, int(forced)], device=own.device))
-            self._taken = 0  # not if the exchange has failed
-            outcome = result.outcome if self.all_shards_agree(result.outcome is not None) else None
-            self._worker.commit(outcome)
-            if outcome is None:
-                self._go_on_alone()
-                return
-            # Now, not before the next sum: an exchange that is called off must not decay it twice.
-            if self._settings.decay != 1:
-                self._worker.feedback.residual.mul_(self._settings.decay)
-            done = {"bytes": sent, "exchanges": self._worker.step}
-            self._metrics = outcome.metrics(self.layout.sparse) | done
-            self._called_off = 0
-            self._outer.step(outcome.whole_mean(self.layout.size))
-            self._weights.write(self._weights.rounded(self._outer.shared))
-            if result.buffers is not None:
-                self._weights.write_buffers(result.buffers)
+    def _begin(self, *, forced: bool) -> None:
+        """Start to exchange what the steps since the last exchange have changed."""
+        self._weights.check_trainable()
+        shared, own = self._weights.rounded(self._outer.shared), self._weights.read()
+        self._worker.set_unit(1.0)
+        # Without overlap nobody needs the weights again.
+        self._worker.add(0, torch.sub(shared, own, out=None if self._settings.overlap else own))
+        at = torch.tensor([self._steps, int(forced)], device=own.device)
+        buffers = self._weights.read_buffers()
+        if self._thread is None:
+            self._exchange(at, buffers)
+        else:
+            self._thread.submit(lambda: self._exchange(at, buffers))
+        self._taken, self._snapshot = 0, own  # not if the exchange has failed
 
-    def _run(self, at: Tensor) -> tuple[LocalOutcome, int]:
-        """Run the exchange; `at` is where this rank is, which must be the same on all ranks."""
-        script = exchange_script(self._worker, at, self._weights.read_buffers())
+    def _exchange(self, at: Tensor, buffers: Tensor | None) -> None:
+        """Run the exchange, here or in the thread, and keep its result until it is applied.
+
+        Args:
+            at: Where this rank is, which must be the same on all ranks.
+            buffers: (B,) its buffers; None without any.
+        """
         try:
-            value, sent = run(script, self.peers)
+            value, sent = run(exchange_script(self._worker, at, buffers), self._channel)
         except RuntimeError as error:
             reason = getattr(error, "reason", " ".join(str(error).split()))
             raise RuntimeError(
-                f"the exchange after local step {self._steps} failed: a rank has died, or is later "
+                f"the exchange after local step {int(at[0])} failed: a rank has died, or is later "
                 f"than the process group's timeout of {self.world.timeout().total_seconds():g} s "
                 f"({reason})"
             ) from error
@@ -201,7 +223,47 @@ class LocalExchange(ModelExchange):
                 f"sync(): [steps, sync()] of each rank are {result.positions}"
             )
         self.total_bytes += sent
-        return result, sent
+        outcome = result.outcome if self.all_shards_agree(result.outcome is not None) else None
+        self._worker.commit(outcome)
+        if outcome is None:
+            self._arrival = _Arrival(None, None, {})
+            return
+        # Now, not before the next sum: an exchange that is called off must not decay it twice.
+        if self._settings.decay != 1:
+            self._worker.feedback.residual.mul_(self._settings.decay)
+        metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
+        self._arrival = _Arrival(outcome.whole_mean(self.layout.size), result.buffers, metrics)
+
+    @torch.no_grad()
+    def _apply(self) -> None:
+        """Wait for the exchange, move the shared weights and write them into the parameters."""
+        self._complete()
+        arrival, snapshot = self._arrival, self._snapshot
+        self._arrival = self._snapshot = None
+        assert arrival is not None and snapshot is not None
+        if arrival.mean is None:
+            self._go_on_alone()
+            return
+        self._metrics = arrival.metrics | {"exchanges": self._worker.step}
+        self._called_off = 0
+        self._outer.step(arrival.mean)
+        new = self._weights.rounded(self._outer.shared)
+        if self._settings.overlap:
+            # What this rank has learned since then; nothing right after `_begin`, so that `sync`
+            # leaves equal bits on all ranks.
+            new = new + (self._weights.read() - snapshot)
+        self._weights.write(new)
+        if arrival.buffers is not None:
+            self._weights.write_buffers(arrival.buffers)
+
+    def _complete(self) -> None:
+        """Wait for the thread, which changes the worker."""
+        try:
+            if self._thread is not None:
+                self._thread.wait()
+        except RuntimeError:
+            self._snapshot = None  # Differences are taken to the shared weights: nothing is lost.
+            raise
 
     def _go_on_alone(self) -> None:
         """Leave the shared weights: some rank's difference was not finite."""
@@ -225,6 +287,11 @@ class LocalExchange(ModelExchange):
         """Return a context in which parameters are the shared weights."""
         return self._weights.replaced_by(self._outer.shared)
 
+    def metrics(self) -> dict[str, Any]:
+        """Return the metrics of the last exchange, and totals so far."""
+        self._complete()
+        return super().metrics()
+
     def _counts(self) -> dict[str, int]:
         return {"local_steps": self._steps, "exchanges": self._worker.step}
 
@@ -235,17 +302,21 @@ class LocalExchange(ModelExchange):
 
     def vectors(self) -> dict[str, dict[str, Tensor]]:
         """Return copies of what is kept by parameter; within a phase also own weights."""
+        self._complete()
         vectors = super().vectors()
         if self._has_own_weights:
             vectors["weights"] = self.by_name(self._weights.read())
+        if self._snapshot is not None:
+            vectors["snapshot"] = self.by_name(self._snapshot)
         return vectors
 
     @property
     def _has_own_weights(self) -> bool:
         """Whether this rank's weights may differ from the shared ones, as within a phase."""
-        return bool(self._taken or self._called_off)
+        return bool(self._taken or self._snapshot is not None or self._called_off)
 
     def _own_state(self) -> dict[str, Any]:
+        self._complete()
         state = super()._own_state() | {
             "taken": self._taken,
             "local_steps": self._steps,
@@ -255,6 +326,8 @@ class LocalExchange(ModelExchange):
         if self._has_own_weights:
             buffers = self._weights.buffers()
             state["buffers"] = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+        if self._arrival is not None:  # Equal on all ranks, as the shared weights are.
+            state["arrival"] = vars(self._arrival).copy()
         return state
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -264,17 +337,22 @@ class LocalExchange(ModelExchange):
             ValueError: It is not.
         """
         super().check_state(state)
-        if "snapshot" in state:
+        if "snapshot" in state and not self._settings.overlap:
             raise ValueError(
-                "local state has an exchange under way, which LocalSteps(overlap=True) had in "
-                "earlier versions: save it there after herd.sync()"
+                "local state has an exchange under way: it was saved with overlap=True, so attach "
+                "with overlap=True"
             )
 
     def _load(self, state: Mapping[str, Any]) -> None:
         """Load a state, and set this rank's weights to what they were."""
+        self._complete()
         super()._load(state)
         self._taken, self._steps = state["taken"], state["local_steps"]
         self._called_off = state["called_off"]
+        self._arrival = self._snapshot = None
+        if "snapshot" in state:
+            self._snapshot = self.fill(torch.empty_like(self._outer.shared), state["snapshot"])
+            self._arrival = _Arrival(**state["arrival"])
         weights = self._weights.rounded(self._outer.shared)
         if "weights" in state:
             weights = self.fill(weights.clone(), state["weights"])
@@ -297,6 +375,9 @@ class LocalExchange(ModelExchange):
             handle.remove()
         if self._ddp_hook is not None:
             self._ddp_hook.close()
+        if self._thread is not None:
+            self._thread.close()
+            self._channel.close_side_channel()
 
 
 class ShardedLocalExchange(ShardedExchange, LocalExchange):

@@ -528,10 +528,12 @@ def _fields(state: Any) -> dict[str, Any]:
 # --- States and gradients of all workers ------------------------------------------------------
 
 
-MERGED_KEYS = ("residual", "owner_error", "velocity", "weights", "buffers", "optimizer")
+MERGED_KEYS = (
+    "residual", "owner_error", "velocity", "weights", "buffers", "snapshot", "optimizer"
+)  # fmt: skip
 """Entries of a worker's state that hold a tensor for each parameter (or buffer) of that worker."""
 
-COMMON_KEYS = ("shared", "outer_momentum")
+COMMON_KEYS = ("shared", "outer_momentum", "arrival")
 """Large entries that are equal on all workers (local steps)."""
 
 
