@@ -64,10 +64,10 @@ def test_which_backwards_count_without_hooks() -> None:
     loss().backward()
     loss().backward()
     torch.testing.assert_close(capture.pop_rows(BATCH), 2 * once)
-    # Handed to the caller, or of some tensors alone: then autograd leaves the sinks out.
-    torch.autograd.grad(loss(), list(model.parameters()))
-    loss().backward(inputs=list(model.parameters()))
+    torch.autograd.grad(loss(), list(model.parameters()))  # handed to the caller
     assert not capture.waiting
+    loss().backward(inputs=list(model.parameters()))
+    torch.testing.assert_close(capture.pop_rows(BATCH), once)
     for frozen, p in enumerate(model.parameters()):  # Frozen later, one after another.
         loss().backward()
         assert capture.waiting

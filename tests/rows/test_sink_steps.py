@@ -1,6 +1,8 @@
 """Which backwards and which batches have rows by sinks, with and without checkpointing."""
 
 import weakref
+from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -91,13 +93,63 @@ def test_a_backward_that_can_be_differentiated_has_the_same_rows() -> None:
     model.zero_grad()  # of p.grad, which holds its graph
 
 
-def test_inputs_overwritten_before_the_backward_are_refused_by_autograd() -> None:
+def test_inputs_overwritten_before_the_backward_are_refused() -> None:
     model, x = nn.Sequential(nn.Embedding(9, 4)), torch.randint(9, (BATCH, 3))
     Capture(model, TwoSidedRows())
     out = model(x)
     x.zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match=r"an input of a layer.* was changed in place"):
         out.square().mean().backward()
+
+
+def test_a_loss_that_is_kept_keeps_no_inputs_alive() -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
+    capture = Capture(model, TwoSidedRows(size=SIZE))
+    seen: list[weakref.ref[Tensor]] = []
+    model[2].register_forward_pre_hook(lambda module, args: seen.append(weakref.ref(args[0])))
+    loss = model(torch.randn(BATCH, 6)).square().mean()
+    loss.backward()
+    capture.pop_rows(BATCH)
+    assert seen.pop()() is None, "the input of a layer outlives its backward"
+    loss = model(torch.randn(BATCH, 6)).square().mean()
+    loss.backward(retain_graph=True)
+    once = capture.pop_rows(BATCH)
+    loss.backward()
+    torch.testing.assert_close(capture.pop_rows(BATCH), once)
+    assert seen.pop()() is None
+
+
+def test_optimizers_that_step_in_the_backward_have_rows() -> None:
+    model, x = small(), torch.randn(BATCH, 3, 6)
+    expected_from = Capture(copy := deepcopy(model), TwoSidedRows(size=SIZE))
+    copy(x).square().mean().backward()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    capture = Capture(model, TwoSidedRows(size=SIZE))
+    model(x).square().mean().backward()
+    torch.testing.assert_close(capture.pop_rows(BATCH), expected_from.pop_rows(BATCH))
+
+
+def test_a_backward_that_fails_leaves_no_hooks_and_no_rows() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grads: Tensor) -> Tensor:
+            raise ArithmeticError("on purpose")
+
+    model, x = small(), torch.randn(BATCH, 3, 6)
+    capture = Capture(model, TwoSidedRows(size=SIZE))
+    model(x).square().mean().backward()
+    expected = capture.pop_rows(BATCH)
+    with pytest.raises(ArithmeticError):
+        model(Fails.apply(x.clone().requires_grad_())).square().mean().backward()
+    capture.clear()
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    model(x).square().mean().backward()
+    torch.testing.assert_close(capture.pop_rows(BATCH), expected)
 
 
 class AddsInPlace(nn.Module):

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from gradherd.flat import FlatSpec
 from gradherd.hooks.fsdp_torch import fsdp_modules
 from gradherd.hooks.parameter_hooks import ParameterHooks, gradient_registrar
-from gradherd.hooks.torch_names import call_after_backward
 from gradherd.rows.capture import Capture
 from gradherd.rows.layer_plan import unwrap_model
 from gradherd.rows.row_check import LOOK_CLOSER
 from gradherd.rows.settings import BatchRows, ExactRows, RowSettings, SketchRows, TwoSidedRows
 from gradherd.rows.sketch import CountSketch, has_kernels
-from gradherd.rows.torch_names import current_backward
+from gradherd.rows.torch_names import call_after_backward, current_backward
 
 if TYPE_CHECKING:
     from gradherd.rows.triton_sketches import GradientSketcher

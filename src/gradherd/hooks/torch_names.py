@@ -3,7 +3,7 @@
 Those that rows use, too, are in `rows.torch_names`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ PRIVATE_NAMES = {
     "torch._foreach_copy_": "copies the gradients or weights of all parameters in one call",
     "torch._C._nn.flatten_dense_tensors": "joins the gradients of all parameters in one call",
     "torch.Tensor._post_accumulate_grad_hooks": "tells whether optimizers step in the backward",
-    "torch.autograd.Variable._execution_engine": "calls back when a backward is over",
     "torch.amp.GradScaler._get_scale_async": "the loss scale without waiting for the GPU",
     "torch.nn.parallel.DistributedDataParallel._comm_hooks": "tells whether DDP has a hook: it "
     "takes one for its lifetime",
@@ -40,11 +39,6 @@ def scale_on_device(scaler: GradScaler | None) -> Tensor | None:
     if scaler is None or not scaler.is_enabled():
         return None
     return scaler._get_scale_async()
-
-
-def call_after_backward(function: Callable[[], None]) -> None:
-    """Call a function when the backward that runs is over."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -94,7 +94,9 @@ class Capture:
         self._size = maps.size
         if not maps.is_exact:
             self._sketch = CountSketch(maps.size, maps.seed)
-        self._pool = SinkPool(self._like, batch_size, is_exact=maps.is_exact)
+        self._pool = SinkPool(
+            self._like, batch_size, is_exact=maps.is_exact, is_sharded=sharded is not None
+        )
         self._pool.given_dim = settings.batch_dim
         self._dims = BatchDims(
             model, self._pool, batch_size=batch_size, sharded=sharded is not None

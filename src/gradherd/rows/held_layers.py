@@ -22,6 +22,11 @@ MOST_HELD = 16
 _FREE_BYTES = 1 << 25
 """Bytes that waiting layers may keep alive from the beginning of a backward."""
 _MOST_KNOWN = 1024
+CHANGED_IN_PLACE = (
+    "an input of a layer, or the gradient of its output, was changed in place, so rows of single "
+    "examples cannot be read: replace the in-place operation by its plain form, or order whole "
+    "batches"
+)
 
 
 Plan = Callable[[Tensor], Tensor]
@@ -37,6 +42,7 @@ class HeldMemory:
         self.plans: dict[Hashable, Plan] = {}
         """By the kind of the layers and how many they are."""
         self._tables: dict[Hashable, Tensor] = {}
+        self._kinds: dict[Hashable, int] = {}
 
     def begin(self) -> None:
         """Prepare for a backward."""
@@ -44,6 +50,10 @@ class HeldMemory:
         for known in (self.plans, self._tables):  # of lengths that change from batch to batch
             if len(known) > _MOST_KNOWN:
                 known.clear()
+
+    def kind_of(self, alike: Hashable) -> int:
+        """Return the number of layers that one launch can serve together."""
+        return self._kinds.setdefault(alike, len(self._kinds))
 
     def add(self, inputs: Tensor, grads: Tensor) -> int:
         """Count what a layer keeps alive; return its bytes."""
@@ -75,6 +85,10 @@ class HeldUse(ABC):
         self.one, self.kind = one, (type(self), *kind)
         self._fixed: dict[torch.dtype, tuple[int, int, int]] = {}
         self._kept: list[Any] = []  # tensors whose addresses are known
+        self.sizes: tuple[Any, ...] | None = None
+        """Of the last input and gradient."""
+        self.alike = -1
+        """The number of this kind of layers, with these sizes."""
 
     @abstractmethod
     def fits(self, inputs: Tensor, grads: Tensor) -> bool:
@@ -241,10 +255,12 @@ class WaitingRows:
 
     def hold(self, use: HeldUse, inputs: Tensor, grads: Tensor) -> bool:
         """Let a layer wait; return whether kernels can serve it."""
-        alike = (
-            use.kind, inputs.shape, inputs.stride(), inputs.dtype,
-            grads.shape, grads.stride(), grads.dtype,
+        sizes = (
+            inputs.shape, inputs.stride(), inputs.dtype, grads.shape, grads.stride(), grads.dtype
         )  # fmt: skip
+        if sizes != use.sizes:
+            use.sizes, use.alike = sizes, self._memory.kind_of((use.kind, *sizes))
+        alike = use.alike
         group = self._held.get(alike)
         if group is None:
             if not use.fits(inputs, grads):
@@ -271,11 +287,7 @@ class WaitingRows:
         numbers: list[int] = []
         for use, one, other, version, other_version in group:
             if one._version != version or other._version != other_version:
-                raise RuntimeError(
-                    "an input of a layer, or the gradient of its output, was changed in place "
-                    "during the backward, so rows of single examples cannot be read: replace the "
-                    "in-place operation by its plain form, or order whole batches"
-                )
+                raise RuntimeError(CHANGED_IN_PLACE)
             at = (one.data_ptr(), other.data_ptr())
             aligned |= at[0] | at[1]
             numbers += (*at, *use.fixed(dtype))

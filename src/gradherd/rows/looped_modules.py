@@ -164,7 +164,7 @@ class LoopedModule(SketchedLayer):
         }
 
     def hand_over(self, use: _Use, sink: Tensor, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """Compute the rows (B, N) of a use, which wait for its sink; see `SinkPool.waiting_for`."""
+        """Compute the rows (B, N) of a use, which wait for its sink; return what that is told."""
         came = [at for at, grad in enumerate(grads) if grad is not None]
         if not came:
             return None
@@ -185,9 +185,8 @@ class LoopedModule(SketchedLayer):
                         part = rows[lo:hi, self.vector.parts[local]]
                         part.copy_(at_least_float32(grad).reshape(part.shape))
         self.pool.seconds += time.perf_counter() - started
-        waiting, handed = self.pool.waiting_for(sink)
-        waiting.add(rows)
-        return handed
+        self.pool.add(sink, rows)
+        return sink.detach()
 
     @contextmanager
     def _looping(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:

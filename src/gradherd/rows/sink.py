@@ -1,11 +1,14 @@
 """Rows as the gradient of a sink: autograd itself adds up what each layer knows of each example.
 
-The output of every layer passes through a `Tap`, an autograd Function that changes nothing of it
-but has one more input, the sink, which it does not use. Its backward returns the layer's rows as
-the "gradient" of the sink. All layers share the sink, a leaf, so after `loss.backward()` autograd
-has added up the rows of all layers in it. Nothing else is needed: no hooks in the backward, no
-threads, and a compiler sees all of it. What a layer holds for its backward it saves as any other
-layer does, so checkpointing, offloading and a retained graph work as they do.
+In a compiled model, the output of every layer passes through a `Tap`, an autograd Function that
+changes nothing of it but has one more input, the sink, which it does not use. Its backward returns
+the layer's rows as the "gradient" of the sink. All layers share the sink, a leaf, so after
+`loss.backward()` autograd has added up the rows of all layers in it, and a compiler sees all of it.
+
+A model that runs as it is would pay more for these Functions than for its small layers. There a
+`Watch`, a hook on the node that autograd has made for the layer, takes the gradient of its output;
+rows of all layers wait until the backward is over. Where what layers save is packed away, for
+checkpoints or offloading, and where parameters are sharded, a `Tap` saves it as any layer does.
 
 Layers get their tap by a change of class, as `torch.nn.utils.parametrize` and `fully_shard` do it:
 a compiled model notices that, while it ignores hooks that are set later.
@@ -24,20 +27,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradherd.rows.held_layers import HeldMemory, HeldUse, WaitingRows
+from gradherd.rows.held_layers import CHANGED_IN_PLACE, HeldMemory, HeldUse, WaitingRows
 from gradherd.rows.sketch import has_kernels
-from gradherd.rows.torch_names import current_backward
+from gradherd.rows.torch_names import (
+    call_after_backward,
+    current_backward,
+    keeps_graph,
+    packs_saved_tensors,
+)
 
 INPUT = -1
 """Stands for a module's input where outputs are numbered from 0."""
 Shapes = dict[int, torch.Size]
 """Shapes of a module's input and outputs in one call."""
+_MOST_KNOWN = 256
 TAP = "_gradherd_tap"
 """Attribute of a tapped module that holds its layer."""
 
 
 Wanted = tuple[bool, bool]
 """Whether rows of a layer's weight and of its vector are wanted."""
+Sinks = tuple[Tensor | None, Tensor | None]
+"""The sinks of a layer's weight and of its vector; None where no rows are wanted."""
 
 
 class Tap(torch.autograd.Function):
@@ -50,8 +61,9 @@ class Tap(torch.autograd.Function):
         inputs: Tensor,
         matrix_sink: Tensor | None,
         vector_sink: Tensor | None,
-        layer: Any,
+        layer: "SketchedLayer",
         use: Any,
+        known: "KnownUse | None",
         *saved: Tensor,
     ) -> Tensor:
         """Return the output.
@@ -62,16 +74,15 @@ class Tap(torch.autograd.Function):
             inputs: Its input, detached.
             matrix_sink: Takes the rows of its weight, (B, N); None if it has none.
             vector_sink: Takes those of bias and scales.
-            layer: A `SketchedLayer`, whose `columns` are called.
-            use: What is special about this use of the layer, for `columns`.
+            layer: The layer, whose `columns` are called.
+            use: What is special about this use of it, for `columns`.
+            known: The same, and more, where the layer is not compiled.
             saved: What else `columns` needs.
         """
         ctx.save_for_backward(inputs, *saved)
-        ctx.layer, ctx.use = layer, use
-        if torch.compiler.is_compiling():
-            ctx.wanted = (matrix_sink is not None, vector_sink is not None)
-        else:
-            ctx.sinks = (matrix_sink, vector_sink)
+        ctx.layer, ctx.use, ctx.known = layer, use, known
+        ctx.wanted = (matrix_sink is not None, vector_sink is not None)
+        if known is not None:
             ctx.set_materialize_grads(False)
         # Not `view_as`: a view that was made here may not be changed in place, as ReLU does it.
         shown: Tensor = layer.shown(output.detach(), use)
@@ -83,31 +94,79 @@ class Tap(torch.autograd.Function):
         if grads is None:  # a `LoopedModule` whose loop ends above this layer
             return (None,) * len(ctx.needs_input_grad)
         inputs, *saved = ctx.saved_tensors
-        layer, use = ctx.layer, ctx.use
+        known, layer, use = ctx.known, ctx.layer, ctx.use
         passed = layer.given(grads, use)
-        nothing = [None] * (2 + len(saved))
-        if layer.pool.is_exact:
-            grads = at_least_float32(grads)
-            inputs = at_least_float32(inputs) if inputs.is_floating_point() else inputs
+        nothing = [None] * (3 + len(saved))
         # Before torch 2.10 a forward may be traced by itself, and its backward run without a graph.
-        if torch.compiler.is_compiling() or not hasattr(ctx, "sinks"):
+        if torch.compiler.is_compiling() or known is None:
             matrix, vector = layer.columns(inputs, grads, use, ctx.wanted, *saved)
             if matrix is not None:
                 matrix = layer.padded(layer.matrix_map(use).finish(matrix))
             if vector is not None:
                 vector = layer.padded(layer.vector.finish(vector))
             return (passed, None, matrix, vector, *nothing)
-        if layer.pool.is_looping:
+        pool: SinkPool = layer.pool
+        if pool.is_looping:
             return (passed, None, None, None, *nothing)
-        # Rows of all layers wait: added up by autograd, they would be copied. Autograd only tells
-        # when all layers have run.
         if torch.is_grad_enabled():  # create_graph=True
-            passed = SecondBackward.apply(passed, layer.pool)  # type: ignore[no-untyped-call]
-            with torch.no_grad():
-                handed = layer.pool.wait(layer, use, ctx.sinks, inputs, grads.detach(), saved)
-        else:
-            handed = layer.pool.wait(layer, use, ctx.sinks, inputs, grads, saved)
-        return (passed, None, *handed, *nothing)
+            passed = SecondBackward.apply(passed, pool)  # type: ignore[no-untyped-call]
+        pool.wait(known, inputs, grads, saved)
+        # Zeros: they tell the sinks that gradients are accumulated in this backward.
+        told = (None if sink is None else sink.detach() for sink in known.sinks)
+        return (passed, None, *told, *nothing)
+
+
+class KnownUse:
+    """How a layer is used: found when inputs of a shape come for the first time."""
+
+    def __init__(self, layer: "SketchedLayer", use: Any, sinks: "Sinks", saves: bool) -> None:
+        self.layer, self.use, self.sinks = layer, use, sinks
+        """`use` is what is special about it, for `SketchedLayer.columns`."""
+        both = layer.held_uses(use, saves) if layer.pool.has_kernels else (None, None)
+        matrix, vector = (
+            None if sink is None else one for sink, one in zip(sinks, both, strict=True)
+        )
+        self.held: tuple[HeldUse | None, HeldUse | None] = (matrix, vector)
+        """What kernels need for the rows of weight and vector; None where there are none."""
+        self.reads_input = sinks[0] is not None or layer.reads_input
+
+
+class Watch:
+    """Takes the gradient of a layer's output when the backward comes to the layer.
+
+    For a model that runs as it is: what a `Tap` does, by a hook on the node that autograd has made
+    for the layer anyway. A Function of Python takes as long as a small layer does.
+    """
+
+    __slots__ = ("at", "inputs", "known", "parameter", "saved", "shape", "version")
+
+    def __init__(
+        self, known: KnownUse, inputs: Tensor, saved: tuple[Tensor, ...], parameter: Tensor,
+        at: int, shape: torch.Size,
+    ) -> None:  # fmt: skip
+        self.known, self.saved, self.parameter = known, saved, parameter
+        self.at, self.shape = at, shape  # of the output, among those of its node
+        self.inputs: Tensor | None = inputs
+        self.version = inputs._version
+
+    def __call__(self, every: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        """Let the layer's rows wait; autograd goes on with the gradients as they are."""
+        known, inputs, grads = self.known, self.inputs, every[self.at]
+        pool = known.layer.pool
+        # Without inputs the graph is gone, which autograd will say.
+        if inputs is None or grads is None or pool.is_looping:
+            return None
+        if inputs._version != self.version:
+            raise RuntimeError(CHANGED_IN_PLACE)
+        if not keeps_graph():  # The user's loss keeps the node alive, up to the next step.
+            self.inputs = None
+        shaped = grads if grads.shape == self.shape else grads.reshape(self.shape)
+        pool.wait(known, inputs, shaped, self.saved, self.parameter)
+        if not torch.is_grad_enabled():
+            return None
+        passed = list(every)  # create_graph=True
+        passed[self.at] = SecondBackward.apply(grads, pool)  # type: ignore[no-untyped-call]
+        return tuple(passed)
 
 
 class SecondBackward(torch.autograd.Function):
@@ -134,13 +193,17 @@ class SinkPool:
     and layers get sinks of their own only if something is wrong.
     """
 
-    def __init__(self, like: Tensor, examples: int | None, *, is_exact: bool = False) -> None:
+    def __init__(
+        self, like: Tensor, examples: int | None, *, is_exact: bool = False,
+        is_sharded: bool = False,
+    ) -> None:  # fmt: skip
         """Begin without sinks.
 
         Args:
             like: A tensor of the rows' dtype and device.
             examples: B; None takes that of the largest batch.
             is_exact: Whether rows are the gradients themselves: then no two layers share a sink.
+            is_sharded: Whether modules hold shards of their parameters between passes.
         """
         self.like, self.is_exact = like, is_exact
         self.seconds = 0.0
@@ -177,12 +240,14 @@ class SinkPool:
         """Called before the rows of a backward are noted."""
         self.arrived: dict[str, Tensor] = {}
         """Rows (B, N) that have arrived, by the key of the sink."""
+        self._keys: dict[int, str] = {}  # of sinks, by their identity
         self.layers: list[SketchedLayer] = []
         """All layers that share the sinks."""
         self.has_kernels = not is_exact and like.dtype == torch.float32 and has_kernels(like.device)
         """Whether layers may wait for kernels that serve several of them."""
+        self.is_sharded = is_sharded
         self._memory = HeldMemory()
-        self._waiting: dict[tuple[int, int], WaitingRows] = {}  # by the backward and the sink
+        self._open: dict[int, OpenBackward] = {}  # by the number of the backward
 
     def see(self, examples: int, output: Tensor) -> None:
         """Note what a layer has seen."""
@@ -202,7 +267,8 @@ class SinkPool:
             return sinks[key, width]
 
         for layer in self.layers:
-            # Where rows are long, only graphs need a sink of their length: see `waiting_for`.
+            layer.known.clear()
+            # Where rows are long, only graphs need a sink of their length.
             alone, graph = 0 if layer.has_own_sinks else None, None if layer.compiles else 0
             for keys, name, wide in ((layer.keys, "shared", graph), (layer.own_keys, "own", alone)):
                 pairs = zip(layer.maps, keys, strict=True)
@@ -217,70 +283,99 @@ class SinkPool:
         # Python cannot free what such a hook of a tensor holds together with the tensor.
         hook = partial(_arrive_at, WeakMethod(self._arrive), key)
         sink.register_post_accumulate_grad_hook(hook)
+        self._keys[id(sink)] = key
         return sink
 
     def wait(
-        self, layer: "SketchedLayer", use: Any, sinks: Any, inputs: Tensor, grads: Tensor,
-        saved: Sequence[Tensor],
-    ) -> list[Tensor | None]:  # fmt: skip
-        """Keep the rows of a layer, or what they are computed from, until its backward is done.
+        self, known: KnownUse, inputs: Tensor, grads: Tensor, saved: Sequence[Tensor],
+        parameter: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Keep the rows of a layer, or what they are computed from, until its backward is over.
 
-        Return what is to be handed to autograd for both sinks; see `waiting_for`.
+        Args:
+            known: The layer, and how it is used.
+            inputs: Its input.
+            grads: The gradient of its output.
+            saved: What else its rows need.
+            parameter: One whose gradient tells whether this backward accumulates gradients, as
+                `torch.autograd.grad` does not.
         """
-        handed: list[Tensor | None] = [None, None]
-        held = layer.held_uses(use, bool(saved)) if self.has_kernels else (None, None)
-        wanted = [False, False]
-        for at, sink in enumerate(sinks):
-            if sink is not None:
-                waiting, handed[at] = self.waiting_for(sink)
-                one = held[at]
-                wanted[at] = one is None or not waiting.hold(one, inputs, grads)
-        if wanted[0] or wanted[1]:
-            found = layer.columns(inputs, grads, use, (wanted[0], wanted[1]), *saved)
-            maps = (layer.matrix_map(use), layer.vector)
-            for one, columns, sink in zip(maps, found, sinks, strict=True):
-                if columns is not None:
-                    self.waiting_for(sink)[0].add(one.finish(columns))
-        while self._memory.held > self._memory.room:
-            waiting = max(self._waiting.values(), key=lambda one: one.largest()[0])
-            waiting.launch(waiting.largest()[1])
-        return handed
+        if torch.is_grad_enabled():  # create_graph=True
+            with torch.no_grad():
+                self.wait(known, inputs, grads.detach(), saved, parameter)
+            return
+        backward = self._backward_now()
+        if parameter is not None and not backward.is_watched:
+            backward.watch(parameter)
+        (matrix, vector), (held_matrix, held_vector) = known.sinks, known.held
+        if held_matrix is not None:
+            assert matrix is not None
+            if backward.rows_for(matrix).hold(held_matrix, inputs, grads):
+                matrix = None
+        if held_vector is not None:
+            assert vector is not None
+            if backward.rows_for(vector).hold(held_vector, inputs, grads):
+                vector = None
+        if self._memory.held > self._memory.room:
+            backward.make_room()
+        if matrix is None and vector is None:
+            return
+        if self.is_exact:
+            grads = at_least_float32(grads)
+            inputs = at_least_float32(inputs) if inputs.is_floating_point() else inputs
+        layer, wanted = known.layer, (matrix is not None, vector is not None)
+        found = layer.columns(inputs, grads, known.use, wanted, *saved)
+        if matrix is not None:
+            backward.rows_for(matrix).add(layer.matrix_map(known.use).finish(found[0]))
+        if vector is not None:
+            backward.rows_for(vector).add(layer.vector.finish(found[1]))
 
-    def waiting_for(self, sink: Tensor) -> tuple[WaitingRows, Tensor | None]:
-        """Return what waits for a sink in the backward that runs.
+    def _backward_now(self) -> "OpenBackward":
+        task = current_backward()
+        found = self._open.get(task)
+        if found is None:
+            if not self._open:
+                self._memory.begin()
+            found = self._open[task] = OpenBackward(self._memory)
+            call_after_backward(partial(self._end, task))
+        return found
 
-        And, to the first who comes, zeros that are to be handed to autograd, so that it tells the
-        sink when all have run.
-        """
-        key = (current_backward(), id(sink))
-        waiting = self._waiting.get(key)
-        if waiting is not None:
-            return waiting, None
-        if not self._waiting:
-            self._memory.begin()
-        self._waiting[key] = waiting = WaitingRows(self._memory)
-        return waiting, sink.detach()
+    def add(self, sink: Tensor, rows: Tensor) -> None:
+        """Let rows (n, N) for a sink wait until the backward that runs is over."""
+        self._backward_now().rows_for(sink).add(rows)
+
+    def _end(self, task: int) -> None:
+        """Take what has waited for the end of a backward."""
+        backward = self._open.pop(task, None)
+        if backward is None:
+            return
+        backward.unwatch()
+        if not backward.accumulates:
+            return
+        self.on_arrival()  # may have the rows of an earlier backward taken
+        with torch.no_grad():
+            for sink, waiting in backward.rows.values():
+                self.sizes |= waiting.sizes
+                self._take(self._keys[id(sink)], waiting.rows(sink))
 
     def _arrive(self, key: str, sink: Tensor) -> None:
+        """Take what autograd has brought to a sink: rows of compiled layers, or zeros of a tap."""
         rows, sink.grad = sink.grad, None
         assert rows is not None
-        self.on_arrival()  # may have the rows of an earlier backward taken
-        # What waits here; the gradient itself is what compiled layers have handed over, on top of
-        # the zeros from `waiting_for`.
-        waiting = self._waiting.pop((current_backward(), id(sink)), None)
+        backward = self._open.get(current_backward())
+        if backward is not None:
+            backward.accumulates = True
+        if rows.data_ptr() == sink.data_ptr():
+            return
+        self.on_arrival()
+        self._take(key, rows.clone())  # a graph of CUDA writes its next results to the same place
+
+    def _take(self, key: str, rows: Tensor) -> None:
         before = self.arrived.get(key)
-        if waiting is None:
-            sums = rows.clone()  # a graph of CUDA writes its next results to the same place
-        else:
-            self.sizes |= waiting.sizes
-            with torch.no_grad():
-                sums = waiting.rows(sink)
-            if rows.data_ptr() != sink.data_ptr():
-                sums = sums + rows
         if before is not None:  # of other length only in a step that will be refused
-            rest = len(before) - len(sums)
-            sums = F.pad(sums, (0, 0, 0, max(0, rest))) + F.pad(before, (0, 0, 0, max(0, -rest)))
-        self.arrived[key] = sums
+            rest = len(before) - len(rows)
+            rows = F.pad(rows, (0, 0, 0, max(0, rest))) + F.pad(before, (0, 0, 0, max(0, -rest)))
+        self.arrived[key] = rows
 
     def is_apart_now(self) -> bool:
         """Say whether the layer that runs uses sinks of its own."""
@@ -305,8 +400,49 @@ class SinkPool:
     def clear(self) -> None:
         """Forget what has arrived, but not what waits for the end of the backward that runs."""
         self.arrived, self.sizes, self.strangers, self.dtypes = {}, set(), {}, set()
-        self.differentiated, task = False, current_backward()
-        self._waiting = {key: one for key, one in self._waiting.items() if key[0] == task}
+        self.differentiated, now = False, current_backward()
+        for task in [task for task in self._open if task != now]:  # of a backward that has failed
+            self._open.pop(task).unwatch()
+
+
+class OpenBackward:
+    """What a backward has brought so far."""
+
+    def __init__(self, memory: HeldMemory) -> None:
+        self.rows: dict[int, tuple[Tensor, WaitingRows]] = {}
+        """Sinks by their identity, with what waits for them."""
+        self.accumulates = False
+        """Whether it accumulates gradients, as `Tensor.backward` does."""
+        self.is_watched = False
+        """Whether the gradient of a parameter will tell."""
+        self._memory = memory
+        self._handle: Any = None
+
+    def rows_for(self, sink: Tensor) -> WaitingRows:
+        """Return what waits for a sink."""
+        found = self.rows.get(id(sink))
+        if found is None:
+            found = self.rows[id(sink)] = (sink, WaitingRows(self._memory))
+        return found[1]
+
+    def make_room(self) -> None:
+        """Launch the kernels of the layers that keep most memory alive."""
+        while self._memory.held > self._memory.room:
+            waiting = max((one for _, one in self.rows.values()), key=lambda one: one.largest()[0])
+            waiting.launch(waiting.largest()[1])
+
+    def watch(self, parameter: Tensor) -> None:
+        """Note if the gradient of a parameter is accumulated; one is enough."""
+        self.is_watched = True
+        self._handle = parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        self.accumulates = True
+
+    def unwatch(self) -> None:
+        """Leave the parameter as it was."""
+        if self._handle is not None:
+            self._handle.remove()
 
 
 def _arrive_at(arrive: "WeakMethod[Callable[[str, Tensor], None]]", key: str, sink: Tensor) -> None:
@@ -351,6 +487,8 @@ class SketchedLayer(ABC):
         self.compiles = True
         """Whether the layer may be part of a graph."""
         self._held: dict[Any, tuple[HeldUse | None, HeldUse | None]] = {}
+        self.known: dict[Any, KnownUse | None] = {}
+        """Uses of the layer where it is not compiled; None for those without rows."""
 
     @property
     def maps(self) -> tuple[Any, Any, Any]:
@@ -466,26 +604,91 @@ class SketchedLayer(ABC):
             )
         if not pool.is_open or not torch.is_grad_enabled() or not output.requires_grad:
             return output
+        kept = self.saved(module)
+        if torch.compiler.is_compiling():
+            return self.tap_traced(module, inputs, output, use, kept)
+        weights, vectors = self.trained
+        parameter = trained_parameter(module, weights)
+        shift = trained_parameter(module, vectors)
+        is_apart = pool.is_apart
+        key = (inputs.shape, use, parameter is None, shift is None, is_apart, bool(kept))
+        # What is not probed depends on the model's batch as well.
+        if key not in self.known or is_apart or self.ndim != inputs.dim():
+            dim = self.batch_dim(inputs)
+            if dim is None:
+                return self.tap_shared(module, inputs, output)
+            pool.see(inputs.shape[dim], output)
+            full, sinks = self.full_use(module, inputs, dim, use)
+            if len(self.known) > _MOST_KNOWN:  # lengths that change from batch to batch
+                self.known.clear()
+            wanted = sinks != (None, None)
+            self.known[key] = KnownUse(self, full, sinks, bool(kept)) if wanted else None
+        known = self.known[key]
+        if known is None:
+            return output
+        # Parametrized weights are no leaves, and shards none between passes.
+        leaf = shift if parameter is None else parameter
+        if pool.is_sharded or not leaf.is_leaf or packs_saved_tensors():
+            return self.tap_known(known, inputs, output, kept)
+        # The layer may return a view, as nn.Linear does. Changed in place, that would get another
+        # node, while what it is a view of keeps its own.
+        whole = base_of(output)
+        node: Any = whole.grad_fn
+        is_part = whole.numel() != output.numel() or not output.is_contiguous()
+        if node is None or (is_part and whole is not output):
+            return self.tap_known(known, inputs, output, kept)
+        held = inputs if known.reads_input else pool.like
+        node.register_prehook(Watch(known, held, kept, leaf, whole.output_nr, output.shape))
+        return output
+
+    def tap_known(
+        self, known: KnownUse, inputs: Tensor, output: Tensor, kept: tuple[Tensor, ...]
+    ) -> Tensor:
+        """Return the output behind a tap: shards, and what layers save may be packed away."""
+        # What a bias needs is the gradient alone; the input may be changed then.
+        held = inputs.detach() if known.reads_input else self.pool.like
+        tapped: Tensor = Tap.apply(output, held, *known.sinks, self, known.use, known, *kept)  # type: ignore[no-untyped-call]
+        return tapped
+
+    def tap_traced(
+        self, module: nn.Module, inputs: Tensor, output: Tensor, use: Any, kept: tuple[Tensor, ...]
+    ) -> Tensor:
+        """Return the output behind a tap that is part of a graph."""
         dim = self.batch_dim(inputs)
         if dim is None:
             return self.tap_shared(module, inputs, output)
-        examples = inputs.shape[dim]
-        if not torch.compiler.is_compiling():
-            pool.see(examples, output)
-        elif examples > pool.examples:
+        if inputs.shape[dim] > self.pool.examples:
             return output
+        full, (matrix, vector) = self.full_use(module, inputs, dim, use)
+        if matrix is None and vector is None:
+            return output
+        held = inputs.detach() if matrix is not None or self.reads_input else self.pool.like
+        tapped: Tensor = Tap.apply(output, held, matrix, vector, self, full, None, *kept)  # type: ignore[no-untyped-call]
+        return tapped
+
+    def tap_copies(self, shared: Tensor, inputs: Tensor, sinks: Sinks, use: Any) -> Tensor:
+        """Return a copy of what examples share for each of them, behind a tap."""
+        known = None
+        if not torch.compiler.is_compiling():
+            known = KnownUse(self, use, sinks, False)
+        tapped: Tensor = Tap.apply(shared, inputs.detach(), *sinks, self, use, known)  # type: ignore[no-untyped-call]
+        return tapped
+
+    def full_use(
+        self, module: nn.Module, inputs: Tensor, dim: int, use: Any
+    ) -> tuple[tuple[int, Any, bool], Sinks]:
+        """Return what `columns` is told of a use, and the sinks.
+
+        Args:
+            module: The module.
+            inputs: Its input.
+            dim: The dimension that holds the examples.
+            use: What the caller knows of the use.
+        """
         single = self.single is not None and self.is_single(inputs.shape)
         if self.ndim == -1:  # not probed: what is seen now
             self.uses_single = single
-        matrix, vector = self.sinks(module, single)
-        if matrix is None and vector is None:
-            return output
-        use = (dim, use, single)
-        # What a bias needs is the gradient alone; the input may be changed then.
-        held = inputs.detach() if matrix is not None or self.reads_input else pool.like
-        kept = self.saved(module)
-        tapped: Tensor = Tap.apply(output, held, matrix, vector, self, use, *kept)  # type: ignore[no-untyped-call]
-        return tapped
+        return (dim, use, single), self.sinks(module, single)
 
     def tap_shared(self, module: nn.Module, inputs: Tensor, output: Tensor) -> Tensor:
         """Return the output of a use that has no batch dimension: it has no rows."""
@@ -495,6 +698,12 @@ class SketchedLayer(ABC):
                 f"its input of shape {shape} has no dimension for examples"
             )
         return output
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """Return what a tensor is a view of, or the tensor itself."""
+    base = tensor._base
+    return tensor if base is None else base
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -509,13 +718,18 @@ def is_spectrum(one: Any) -> bool:
 
 def is_trained(module: nn.Module, names: tuple[str, ...]) -> bool:
     """Say whether any of these parameters of a module requires a gradient now."""
+    return trained_parameter(module, names) is not None
+
+
+def trained_parameter(module: nn.Module, names: tuple[str, ...]) -> Any:
+    """Return the first of these parameters that requires a gradient now; None if none does."""
     parameters = module._parameters
     for name in names:
         # Parametrized weights are attributes only; looking up attributes of a module is slow.
         parameter = parameters[name] if name in parameters else getattr(module, name)
         if parameter is not None and parameter.requires_grad:
-            return True
-    return False
+            return parameter
+    return None
 
 
 class Tapped:

@@ -17,7 +17,6 @@ from gradherd.rows.sink import (
     TAP,
     SinkPool,
     SketchedLayer,
-    Tap,
     Tapped,
     Wanted,
     at_least_float32,
@@ -305,9 +304,7 @@ class EmbeddingLayer(SketchedLayer):
         matrix, _ = self.sinks(module, False)
         if matrix is None:
             return output
-        use = (-batch, output.dim() > 2)
-        tapped: Tensor = Tap.apply(output, inputs, matrix, None, self, use)  # type: ignore[no-untyped-call]
-        return tapped
+        return self.tap_copies(output, inputs, (matrix, None), (-batch, output.dim() > 2))
 
 
 def padding_of_input(module: Any) -> tuple[int, ...]:
@@ -550,8 +547,7 @@ class DirectLayer(SketchedLayer):
         if not pool.is_open or not torch.is_grad_enabled() or not parameter.requires_grad:
             return parameter
         sink = (self.own if pool.is_apart_now() else self.shared)[1]
-        tapped: Tensor = Tap.apply(parameter, parameter.detach(), None, sink, self, batch)  # type: ignore[no-untyped-call]
-        return tapped
+        return self.tap_copies(parameter, parameter, (None, sink), batch)
 
 
 class TappedParameters(Tapped):

@@ -9,6 +9,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 PRIVATE_NAMES = {
     "torch._C._current_graph_task_id": "tells backwards apart, and whether one runs",
+    "torch._C._autograd._get_current_graph_task_keep_graph": "tells whether a backward may run "
+    "again (retain_graph)",
+    "torch._C._autograd._top_saved_tensors_default_hooks": "tells whether what layers save is "
+    "packed away (checkpoints, offloading)",
+    "torch.autograd.Variable._execution_engine": "calls back when a backward is over",
+    "torch.Tensor._base": "finds the node of a layer whose output is a view",
     "torch.Tensor._version": "tells whether a tensor that waits was changed in place",
     "torch.Tensor._backward_hooks": "puts a hook on a gradient in front of the user's",
     "torch.nn.Module._compiled_call_impl": "tells whether a module was compiled in place",
@@ -59,3 +65,17 @@ def mark_constant(function: Callable[..., Any]) -> Callable[..., Any]:
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """Returns the number of the backward that runs (autograd's graph task), -1 outside of one."""
+
+
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Says whether the graph of the backward that runs is kept for another one."""
+
+
+def packs_saved_tensors() -> bool:
+    """Say whether what layers save for their backward is packed: checkpoints, offloading."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward that runs is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)

@@ -4,18 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from gradherd.lab.tasks.defaults import Hyperparameters
 from gradherd.lab.tasks.registry import find_task
+from gradherd.lab.train.optimizers import FunctionalOptimizer
 from gradherd.lab.train.stacked_step import (
     StackedStep,
     _make_gradients,
     linear_form,
     make_vmappable,
 )
-
-
-def _settings(**chosen):
-    return Hyperparameters(workers=1, epochs=1, batch_size=1, lr=1.0, **chosen)
 
 
 def _models(task, count):
@@ -36,10 +32,10 @@ def _flat_grad(loss, model):
 @pytest.mark.parametrize(
     "rule",
     [
-        _settings(momentum=0.9, weight_decay=1e-2),
-        _settings(),
-        _settings(momentum=0.9, clip=0.1),
-        _settings(optimizer="adamw", weight_decay=0.1),
+        FunctionalOptimizer(momentum=0.9, weight_decay=1e-2),
+        FunctionalOptimizer(),
+        FunctionalOptimizer(momentum=0.9, clip=0.1),
+        FunctionalOptimizer(optimizer="adamw", weight_decay=0.1),
     ],
 )
 def test_a_step_is_that_of_torch(name, rule):
@@ -130,7 +126,7 @@ def test_a_step_of_convolutions_can_be_traced():
     columns = (torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8), torch.arange(6))
     indices = torch.tensor([[[0, 1], [4, 3]], [[2, 5], [1, 0]]])
     with torch.no_grad():
-        step = StackedStep(task, models[0], columns, _settings(), flat)
+        step = StackedStep(task, models[0], columns, FunctionalOptimizer(), flat)
         (rows,), _ = step(torch.full((1, 2, 1), 0.01), indices.unsqueeze(0))
     for model, batches, own in zip(models, indices, rows, strict=True):
         for index, row in zip(batches, own, strict=True):
@@ -147,7 +143,7 @@ def _hmda_columns():
 def test_several_steps_in_one_call_are_steps_one_by_one(group):
     task, columns = find_task("hmda"), _hmda_columns()
     models, flat = _models(task, 2)
-    rule, other = _settings(momentum=0.9), flat.clone()
+    rule, other = FunctionalOptimizer(momentum=0.9), flat.clone()
     one, several = (StackedStep(task, models[0], columns, rule, each) for each in (flat, other))
     indices = torch.randint(40, (3, 2, 4, group), generator=torch.Generator().manual_seed(1))
     rates = torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1).expand(3, 2, 1)
@@ -181,4 +177,4 @@ def test_wrong_closed_form_gradients_are_refused():
 
     task, columns = Wrong(), _hmda_columns()
     with pytest.raises(RuntimeError, match=r"differ from the gradients of its loss\(\)"):
-        StackedStep(task, task.model(), columns, _settings(), torch.zeros(1, 19))
+        StackedStep(task, task.model(), columns, FunctionalOptimizer(), torch.zeros(1, 19))

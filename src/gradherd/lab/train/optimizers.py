@@ -4,13 +4,13 @@ Letters: S runs, D parameters.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradherd.lab.tasks.defaults import Hyperparameters
 from gradherd.lab.train import POWERSGD
 from gradherd.lab.train.config import RunConfig
 from gradherd.sparsify.settings import Sparsify, make_settings
@@ -97,48 +97,77 @@ State = tuple[Tensor, ...]
 _BETAS, _EPS, _CLIP_EPS = (0.9, 0.999), 1e-8, 1e-6
 
 
-def init_stacked(settings: Hyperparameters, parameters: Tensor) -> State:
-    """Return the state of an optimizer before the first step of (S, D) parameters."""
-    if settings.optimizer == "adamw":
-        # In double precision, as in torch: 1 - 0.999**t would lose digits in float32.
-        steps = parameters.new_zeros((len(parameters), 1), dtype=torch.float64)
-        return torch.zeros_like(parameters), torch.zeros_like(parameters), steps
-    return (torch.zeros_like(parameters),)
-
-
-def step_stacked(
-    settings: Hyperparameters, parameters: Tensor, state: State, lr: Tensor, grads: Tensor
-) -> tuple[Tensor, State]:
-    """Return (S, D) parameters and the state after a step; nothing is changed in place.
+@dataclass(frozen=True, kw_only=True)
+class FunctionalOptimizer:
+    """The step of an optimizer as a pure function on S stacked models.
 
     `make_optimizer` and `clip_and_step` compute the same for one model. A pure function can be
     traced and captured, and takes a learning rate per run.
-
-    Args:
-        settings: Those of the optimizer.
-        parameters: (S, D).
-        state: As returned by `init_stacked` or the previous step.
-        lr: (S, 1) learning rates.
-        grads: (S, D) averaged gradients.
     """
-    if settings.clip is not None:
-        norm = torch.linalg.vector_norm(grads, dim=1, keepdim=True)
-        # Multiplied always, by 1 if nothing is clipped: a branch would be frozen into the graph.
-        grads = grads * (settings.clip / (norm + _CLIP_EPS)).clamp(max=1.0)
-    decay = settings.weight_decay
-    # Settings are Python values: this branch is the same in every step and may be frozen.
-    if settings.optimizer == "sgd":
+
+    optimizer: str = "sgd"
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    clip: float | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig) -> "FunctionalOptimizer":
+        """Return the optimizer of a run."""
+        return cls(
+            optimizer=config.optimizer,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            clip=mean_clip(config),
+        )
+
+    def init(self, parameters: Tensor) -> State:
+        """Return the state before the first step of (S, D) parameters."""
+        if self.optimizer == "adamw":
+            # In double precision, as in torch: 1 - 0.999**t would lose digits in float32.
+            steps = parameters.new_zeros((len(parameters), 1), dtype=torch.float64)
+            return torch.zeros_like(parameters), torch.zeros_like(parameters), steps
+        return (torch.zeros_like(parameters),)
+
+    def update(
+        self, parameters: Tensor, state: State, lr: Tensor, grads: Tensor
+    ) -> tuple[Tensor, State]:
+        """Return (S, D) parameters and the state after a step; nothing is changed in place.
+
+        Args:
+            parameters: (S, D).
+            state: As returned by `init` or the previous step.
+            lr: (S, 1) learning rates.
+            grads: (S, D) averaged gradients.
+        """
+        if self.clip is not None:
+            norm = torch.linalg.vector_norm(grads, dim=1, keepdim=True)
+            # Multiplied always, by 1 if nothing is clipped: a branch would be frozen into the
+            # graph.
+            grads = grads * (self.clip / (norm + _CLIP_EPS)).clamp(max=1.0)
+        step: Callable[..., tuple[Tensor, State]]
+        # Settings are Python values: this branch is the same in every step and may be frozen.
+        step = self._adamw if self.optimizer == "adamw" else self._sgd
+        return step(parameters, state, lr, grads)
+
+    def _sgd(
+        self, parameters: Tensor, state: State, lr: Tensor, grads: Tensor
+    ) -> tuple[Tensor, State]:
+        decay = self.weight_decay
         # L2 regularisation, part of the gradient, as in torch.optim.SGD.
         direction = grads.add(parameters, alpha=decay) if decay else grads
         # Two fused operations: a step of a small model is all overhead.
-        velocity = torch.add(direction, state[0], alpha=settings.momentum)
+        velocity = torch.add(direction, state[0], alpha=self.momentum)
         return torch.addcmul(parameters, lr, velocity, value=-1), (velocity,)
-    first, second, steps = state
-    steps = steps + 1
-    first = torch.lerp(first, grads, 1 - _BETAS[0])
-    second = _BETAS[1] * second + (1 - _BETAS[1]) * grads * grads
-    corrections = [(1 - beta**steps).to(parameters.dtype) for beta in _BETAS]
-    scale = (second / corrections[1]).sqrt() + _EPS
-    # Decoupled from the gradient, as in torch.optim.AdamW.
-    decayed = parameters * (1 - lr * decay)
-    return decayed - lr / corrections[0] * first / scale, (first, second, steps)
+
+    def _adamw(
+        self, parameters: Tensor, state: State, lr: Tensor, grads: Tensor
+    ) -> tuple[Tensor, State]:
+        first, second, steps = state
+        steps = steps + 1
+        first = torch.lerp(first, grads, 1 - _BETAS[0])
+        second = _BETAS[1] * second + (1 - _BETAS[1]) * grads * grads
+        corrections = [(1 - beta**steps).to(parameters.dtype) for beta in _BETAS]
+        scale = (second / corrections[1]).sqrt() + _EPS
+        # Decoupled from the gradient, as in torch.optim.AdamW.
+        decayed = parameters * (1 - lr * self.weight_decay)
+        return decayed - lr / corrections[0] * first / scale, (first, second, steps)

@@ -23,10 +23,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradherd.flat import FlatSpec
-from gradherd.lab.tasks.defaults import Hyperparameters
 from gradherd.lab.tasks.task import Task, Tensors, augments
 from gradherd.lab.train.cuda_graphs import GraphedFunction, SideBySide
-from gradherd.lab.train.optimizers import init_stacked, step_stacked
+from gradherd.lab.train.optimizers import FunctionalOptimizer
 
 Step = Callable[..., tuple[Tensor, ...]]
 Gradients = Callable[[Tensor, Tensors], Tensor]
@@ -41,16 +40,16 @@ class StackedStep:
         task: Task,
         model: nn.Module,
         tensors: Tensors,
-        settings: Hyperparameters,
+        optimizer: FunctionalOptimizer,
         parameters: Tensor,
         rows_of: Callable[[Tensor], Tensor] = lambda grads: grads,
     ) -> None:
         """Prepare the step on training data that is on the device.
 
-        Every step updates the (S, D) parameters in place, by the optimizer of `settings`;
-        `rows_of` makes of the (S, G, D) gradients what orders need of them.
+        Every step updates the (S, D) parameters in place; `rows_of` makes of the (S, G, D)
+        gradients what orders need of them.
         """
-        self._state = (parameters, *init_stacked(settings, parameters))
+        self._state = (parameters, *optimizer.init(parameters))
         gradients = _make_gradients(task, model, tensors)
         linear = linear_form(task, gradients, tensors)
         if linear is not None:
@@ -74,8 +73,8 @@ class StackedStep:
                 grads = gradients(state[0], tuple(examples))
                 mean = grads.mean(1)
                 # Nothing is updated in place here: tracing drops in-place writes in some versions.
-                updated, after = step_stacked(settings, state[0], state[1:], lr, mean)
-                state = (updated, *after)
+                updated, optimizer_state = optimizer.update(state[0], state[1:], lr, mean)
+                state = (updated, *optimizer_state)
                 means.append(mean)
                 rows.append(rows_of(grads))
             return (torch.stack(rows), torch.stack(means), *state)

@@ -20,6 +20,7 @@ from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.lab.tasks.task import Split, Task, Tensors
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import BinnedSeries, can_track_prefix_sums, herding_bound
+from gradherd.lab.train.optimizers import FunctionalOptimizer
 from gradherd.lab.train.stacked_step import StackedStep
 from gradherd.lab.train.trainer import (
     EpochCounters,
@@ -79,7 +80,7 @@ class StackedTrainer:
             task,
             self.model,
             self._examples.tensors,
-            first,
+            FunctionalOptimizer.of(first),
             self._parameters,
             lambda grads: grads[without:] if sketch is None else sketch(grads[without:]),
         )
