@@ -42,6 +42,8 @@ CASES = {
         every=2, method="exdyna", values="fp32", decay=0.95, overlap=True, delay=2
     ),
     "one bit": gh.LocalSteps(every=2, method="exdyna", decay=0.95),
+    # 11 steps: exchanges after 2, 4, 6 (the last of the early steps), and by sync().
+    "early": gh.LocalSteps(every=8, early=6, values="fp32", outer_lr=0.8, outer_momentum=0.6),
 }
 
 
@@ -312,7 +314,12 @@ def everything():
         "paths": {name: train(settings, 11, rank) for name, settings in CASES.items()},
         "resumed": {
             (name, stop): resumed(CASES[name], 11, stop, rank)
-            for name, stops in {"sparse": (4, 6), "diloco": (5,), "overlap": (5, 8)}.items()
+            for name, stops in {
+                "sparse": (4, 6),
+                "diloco": (5,),
+                "overlap": (5, 8),
+                "early": (5,),
+            }.items()
             for stop in stops
         },
         "buffers": buffers_of(CASES["sparse"], rank),

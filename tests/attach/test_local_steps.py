@@ -76,14 +76,14 @@ def reference(settings, steps, size=RANKS):
             torch.nn.utils.vector_to_parameters(new.clone(), net.parameters())
 
     taken = 0
-    for _ in range(steps):
+    for at in range(1, steps + 1):
         for net, optimizer, feed in zip(nets, optimizers, feeds, strict=True):
             step(net, optimizer, next(feed))
         taken += 1
         if pending is not None and taken == settings.steps_until_applied:
             apply(pending)
             pending = None
-        if taken == settings.every:
+        if taken == (settings.every // 4 if at <= settings.early else settings.every):
             pending, taken = begin(), 0
             if not settings.overlap:
                 apply(pending)
@@ -99,7 +99,7 @@ def reference(settings, steps, size=RANKS):
     return torch.stack([torch.stack(path) for path in paths])
 
 
-@pytest.mark.parametrize("case", ["diloco", "heavy ball", "sparse", "overlap"])
+@pytest.mark.parametrize("case", ["diloco", "heavy ball", "sparse", "overlap", "early"])
 def test_it_is_what_the_definition_says(ranks, case):
     expected = reference(CASES[case], 11)
     for rank, result in enumerate(ranks):
@@ -114,7 +114,7 @@ def test_weights_are_equal_to_the_bit_after_an_exchange(ranks, case):
     assert torch.equal(one[-1], other[-1])
     assert torch.equal(one[0], other[0]), "attach gives all ranks rank 0's weights"
     if not CASES[case].overlap:
-        every = CASES[case].every
+        every = 2 if case == "early" else CASES[case].every
         assert torch.equal(one[every], other[every])
     assert not torch.equal(one[1], other[1])
 
@@ -126,10 +126,13 @@ def test_exchanges_are_few_and_small(ranks):
     _, dense = ranks[0]["paths"]["diloco"]
     assert 0 < sparse["bytes"] < dense["bytes"]
     assert sparse["total_bytes"] > 3 * sparse["bytes"] > 0
+    _, early = ranks[0]["paths"]["early"]
+    assert (early["local_steps"], early["exchanges"]) == (11, 4)
 
 
 @pytest.mark.parametrize(
-    "case", [("sparse", 4), ("sparse", 6), ("diloco", 5), ("overlap", 5), ("overlap", 8)]
+    "case",
+    [("sparse", 4), ("sparse", 6), ("diloco", 5), ("overlap", 5), ("overlap", 8), ("early", 5)],
 )
 def test_a_run_resumed_within_a_phase_has_the_same_bits(ranks, case):
     for result in ranks:
@@ -346,6 +349,22 @@ def test_a_factor_of_bytes_sets_the_recipe(fewer, every, momentum):
     assert dense * made.every / workers.metrics["bytes"] >= 0.999 * fewer
 
 
+@pytest.mark.parametrize("fewer", [120, 360, 480, 1000])
+def test_a_factor_of_bytes_holds_for_runs_with_early_steps(fewer):
+    steps = 3000
+    plain, made = gh.LocalSteps(fewer=fewer), gh.LocalSteps(fewer=fewer, steps=steps)
+    taken = exchanges = 0
+    for at in range(1, steps + 1):
+        taken += 1
+        if made.is_due(taken, at):
+            taken, exchanges = 0, exchanges + 1
+    # Phases are whole steps, so the two schedules differ by a few percent.
+    assert 0.93 < exchanges / (steps // plain.every) < 1.04
+    assert made.early == (300 if fewer >= 360 else 0)
+    assert (made.outer_lr, made.outer_momentum) == (plain.outer_lr, plain.outer_momentum)
+    assert made.lr_factor(8) == pytest.approx(plain.lr_factor(8), rel=0.03)
+
+
 def test_all_methods_have_the_same_defaults():
     sparse = gh.LocalSteps(method=gh.ExDyna(density=0.02))
     assert (sparse.every, sparse.values, sparse.decay) == (4, "int1", 1.0)
@@ -359,6 +378,10 @@ def test_all_methods_have_the_same_defaults():
         ({"fewer": "many"}, "fewer must be a number"),
         ({"fewer": 100, "every": 4}, "fewer sets every, so give one of both"),
         ({"fewer": 100, "method": "exdyna"}, "fewer sets method"),
+        ({"fewer": 400, "steps": 0}, "steps must be at least 1, got 0"),
+        ({"steps": 1000}, "steps goes with fewer"),
+        ({"early": -1}, "early must be at least 0, got -1"),
+        ({"early": 9, "overlap": True}, "early and overlap do not go together"),
         ({"every": 0}, "every must be at least 1, got 0"),
         ({"every": 2.0}, "every must be"),
         ({"decay": 1.5}, "decay must be in [0, 1], got 1.5"),

@@ -170,7 +170,7 @@ class LocalExchange(ModelExchange):
         with self.stopwatch:
             if self._snapshot is not None and self._taken >= self._settings.steps_until_applied:
                 self._apply()
-            if self._taken >= self._settings.every:
+            if self._settings.is_due(self._taken, self._steps):
                 self._begin(forced=False)
                 if not self._settings.overlap:
                     self._apply()

@@ -182,7 +182,7 @@ class LocalModels(VirtualExchange):
         self._steps += 1
         if self._pending is not None and self._taken >= self._settings.steps_until_applied:
             self._apply()
-        if self._taken >= self._settings.every and not self.diverged:
+        if self._settings.is_due(self._taken, self._steps) and not self.diverged:
             self._begin(counters, forced=False)
             if not self._settings.overlap:
                 self._apply()
