@@ -47,7 +47,7 @@ PEERS = {
     "onebit-adam": "1-bit Adam",
     "exdyna-few-bits": "ExDyna in 2 bits",
 }
-RECIPE = ("local-2", "local-4", "local-8", "local-16")
+RECIPE = ("local-2", "local-4", "local-8", "local-16-early")
 
 
 def by_arm(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -166,7 +166,7 @@ def picture(arms: dict[str, list[dict[str, Any]]]) -> str:
     """Return the best test perplexity over the factor of bytes as SVG."""
     best = {arm: [run["best"] for run in runs] for arm, runs in arms.items()}
     fewer = {arm: runs[0]["fewer"] for arm, runs in arms.items()}
-    ends = [fewer[arm] for arm in RECIPE]
+    ends = [fewer[arm] for arm in arms if arm != "dense"]
     ours = ChartLine(
         "local steps in one bit: 2, 4, 8, 16",
         [(fewer[arm], statistics.fmean(best[arm])) for arm in RECIPE],
@@ -188,6 +188,7 @@ def picture(arms: dict[str, list[dict[str, Any]]]) -> str:
         "best test perplexity",
         [ours, dense, *peers],
         log_x=True,
+        name_points=True,
     )
 
 

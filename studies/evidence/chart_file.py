@@ -41,6 +41,7 @@ def chart_file(
     log_x: bool = False,
     zero: bool = False,
     least: float | None = None,
+    name_points: bool = False,
 ) -> str:
     """Return a line chart as the text of an SVG file.
 
@@ -53,6 +54,7 @@ def chart_file(
         log_x: Whether the x axis is logarithmic.
         zero: Whether the y axis includes zero, with a stronger line there.
         least: Least span of the y axis; by default a share of its largest value.
+        name_points: Whether lines of a single point have their names beside it, not in the legend.
 
     Raises:
         ValueError: No line has a point to draw.
@@ -76,6 +78,10 @@ def chart_file(
     right = across.end
     parts = [svg_head(title, layout, [line.style or 0 for line in visible])]
     parts += draw_grid(axes, x, y, zero=zero)
+    single = [line for line in visible if name_points and len(line.points) == 1]
+    for line in single:
+        parts += [*draw_line(line, axes), _beside(line, single, axes)]
+    visible = [line for line in visible if line not in single]
     for number, line in reversed(list(enumerate(visible))):  # The first is drawn last, on top.
         parts += draw_line(line, axes)
         name = line.name + _covered(line, visible[:number], axes[1])
@@ -83,6 +89,19 @@ def chart_file(
         parts.append(f'<path d="M{right + 16:g} {at}h22" {stroke(line)}/>')
         parts.append(svg_text(right + 44, at + 4, printable(name, 36), "start"))
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _beside(line: ChartLine, others: Sequence[ChartLine], axes: tuple[ChartAxis, ChartAxis]) -> str:
+    """Return the name of a single point, to its left if another one is close on its right."""
+
+    def place(one: ChartLine) -> tuple[float, float]:
+        ((x, y),) = one.points
+        return axes[0].at(x), axes[1].at(y)
+
+    x, y = place(line)
+    taken = [(px - x, abs(py - y)) for px, py in map(place, others)]
+    is_close = any(0 < across < 60 and up < 12 for across, up in taken)
+    return svg_text(x - 8 if is_close else x + 8, y + 4, line.name, "end" if is_close else "start")
 
 
 def _covered(line: ChartLine, above: Sequence[ChartLine], y_axis: ChartAxis) -> str:
