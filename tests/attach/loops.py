@@ -83,25 +83,29 @@ class Reference:
         )
 
     def train(self, version, batches, finite=True):
-        """Learn from every worker's batch, given by its examples, of a pass with that order."""
+        """Learn from every worker's batch, given by its examples, of a pass with that order.
+
+        Return whether it belongs to the order.
+        """
         if version != self.ordering.version:
-            return  # a batch of an order that is over
+            return False  # a batch of an order that is over
         orders = self.ordering.orders
         walks = [self._sharding.indices(w, order).tolist() for w, order in enumerate(orders)]
         starts = [walk.index(own[0]) for walk, own in zip(walks, batches, strict=True)]
         unit = self._sharding.unit
         if version == self.skipped[0] and starts[0] < self.skipped[1]:
-            return  # The loader has not skipped it: it was trained on before the restart.
+            return False  # The loader has not skipped it: it was trained on before the restart.
         if len(set(starts)) > 1:  # Ranks are at different batches: nothing is learned.
             ends = (at + len(own) for at, own in zip(starts, batches, strict=True))
             self.ordering.skip_to(max(self.ordering.steps, min(ends) // unit))
-            return
+            return True
         for at in range(0, len(batches[0]), unit):
             rows = torch.stack([self._gradient(own[at : at + unit]) for own in batches])
             seen = torch.full((1, len(batches)), finite)
             self.ordering.observe(rows.unsqueeze(0), seen, first=(starts[0] + at) // unit)
         if self.ordering.steps == self.ordering.length:
             self.ordering.end_epoch()
+        return True
 
     def reach(self, epoch):
         """End epochs until that one."""
@@ -132,6 +136,9 @@ class Loop:
         self.ranks_differ = size > 1 and pick.random() < 0.3
         if self.ranks_differ:
             self.ahead = 0
+        if self.ahead and self.naming in ("never", "always 0"):
+            # When such an epoch ends depends on how many of its last batches were trained on.
+            self.naming = "each epoch"
         self.skipped_by = pick.choice(["sampler", "loader"]) if not self.ahead else "sampler"
         self.persistent = self.workers > 0 and pick.random() < 0.5
         self.compose()
@@ -202,6 +209,8 @@ class Loop:
             if 0 < missing < self.batch:
                 self.reference.ordering.end_epoch()  # a short last batch may be missing
             self.run_epoch(epoch)
+            if self.credited:  # the rest of a resumed epoch is done: passes begin at its start
+                self.reference.skipped = ("", 0)
         self.herd.finish()
         self.sampler.set_epoch(EPOCHS + 10)
         self.reference.reach(EPOCHS + 10)
@@ -263,7 +272,7 @@ class Loop:
             if event == "raise":
                 with contextlib.suppress(ArithmeticError):
                     with torch.no_grad():
-                        self.model(x)
+                        self.forget_forward(self.model(x))
                     raise ArithmeticError
                 continue
             if event == "forward only":
@@ -284,7 +293,7 @@ class Loop:
             tail = self.ahead and self.fetched == -(-self.left // self.batch)
             every = self.gather(index)
             if not (tail and (self.workers or self.left % self.batch)):
-                self.reference.train(self.version, every, finite)
+                self.credited |= bool(self.reference.train(self.version, every, finite))
             trained, steps = trained + 1, steps + 1
             if event == "again" and self.size == 1:
                 self.step()
@@ -292,7 +301,7 @@ class Loop:
             if steps % self.accumulate == 0:
                 self.step()
             if restore_at == trained and not self.restored and not self.ranks_differ:
-                if self.reference.ordering.epoch == epoch:
+                if self.can_restore(epoch):
                     self.restore(epoch)
                     stop = None if stop is None else stop + 1  # something is trained on after it
         self.step()
@@ -301,12 +310,20 @@ class Loop:
     def evaluating(self):
         return torch.inference_mode()
 
+    def can_restore(self, epoch):
+        """Return whether the loop may be stopped here, and go on in a new one."""
+        return self.reference.ordering.epoch == epoch
+
+    def forget_forward(self, output):
+        """Undo what a forward without a backward leaves in the model."""
+
     def unsynced(self):
         return self.model.no_sync()
 
     def begin_pass(self, skip=0):
         """Begin to iterate, perhaps as a framework that skips the first batches itself."""
         self.batches, self.waiting, self.fetched = iter(self.named_loader), [], 0
+        self.credited = False  # whether a gradient of this pass belongs to its examples
         for _ in range(skip):
             next(self.batches)
         self.left = len(self.sampler) - self.sampler.start
@@ -314,6 +331,8 @@ class Loop:
 
     def fetch(self):
         self.waiting.append(next(self.batches))
+        if not self.fetched:  # only now the pass has begun, perhaps with a new epoch
+            self.left = len(self.sampler) - self.sampler.start
         self.fetched += 1
 
     def backward(self, x, y, factor):

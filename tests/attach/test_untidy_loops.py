@@ -351,3 +351,38 @@ def test_rows_that_cannot_be_read_on_one_rank(on_ranks):
     errors = [rank["unreadable"] for rank in on_ranks]
     assert "rows could not be read on rank 1, which raised an error of its own" in errors[0]
     assert "examples, but the batch has" in errors[1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_epochs_end_where_a_loop_that_fetches_ahead_names_none(workers):
+    """The last batches cannot be told apart, but the next pass has the next order, all of it."""
+    dataset = loops.Indexed(10)
+
+    def made():
+        sampler = gh.OrderedSampler(dataset, "grab", batch_size=4, ahead=1)
+        net = loops.Model()
+        herd = gh.attach(net, order=sampler)
+        return net, herd, DataLoader(dataset, batch_size=4, sampler=sampler, num_workers=workers)
+
+    def trained_on(net, herd, loader, batches=3):
+        seen, batches_now = [], iter(herd.batches(loader))
+        fetched = next(batches_now)
+        for _ in range(batches):
+            x, y, index = fetched
+            fetched = next(batches_now, None)
+            F.cross_entropy(net(x), y).backward()
+            seen += index.tolist()
+        return seen
+
+    net, herd, loader = made()
+    passes = [trained_on(net, herd, loader) for _ in range(4)]
+    assert all(sorted(one) == list(range(10)) for one in passes)
+    assert len({tuple(one) for one in passes}) == 4, "every pass has an order of its own"
+    trained_on(net, herd, loader, batches=1)
+    state = herd.state_dict()
+    net, herd, loader = made()
+    herd.load_state_dict(state)
+    rest, *whole = [trained_on(net, herd, loader, count) for count in (2, 3, 3)]
+    assert len(rest) == 6
+    assert all(sorted(one) == list(range(10)) for one in whole)
+    assert whole[0] != whole[1]

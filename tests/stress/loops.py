@@ -132,8 +132,6 @@ class Composed(Loop):
             self.ordered = True
         if self.is_local or self.sharded:
             self.scaled = False  # refused, or a scaler would have to know of shards
-        if self.ahead and self.naming in ("never", "always 0"):
-            self.naming = "each epoch"  # where the last batches are not told, it would never end
         if self.sharded:
             self.no_sync = False  # FSDP would keep what a loop that stops has not synced
         if self.is_sparse or (self.is_local and (self.in_ddp or self.sharded)):
@@ -235,6 +233,15 @@ class Composed(Loop):
     @property
     def copies(self):
         return self.shape[0] if self.sharded else self.size
+
+    def can_restore(self, epoch):
+        """Not behind the last batch: a new loop would begin with the next pass, this one ends."""
+        return super().can_restore(epoch) and self.fetched < -(-self.left // self.batch)
+
+    def forget_forward(self, output):
+        """FSDP leaves the root's weights gathered: a step would not reach them."""
+        if self.sharded:
+            self.model.reshard()
 
     # References and books.
 

@@ -69,6 +69,8 @@ class EpochPass:
     """Batches that were noted as received."""
     claimed: set[int] = field(default_factory=set)
     """Batches that a gradient was credited to."""
+    untold: int = 0
+    """Gradients of batches that cannot be told apart."""
     iterator: "weakref.ref[Any] | None" = None
     """The sampler's iterator, as long as a loader holds it."""
     count: LoopCount | None = None
@@ -186,6 +188,10 @@ class Batches:
         self.last_pass: EpochPass | None = None
         """The pass that gradients were credited to."""
 
+    def start_over(self) -> None:
+        """Credit gradients from the beginning of the epoch on, also after a resume."""
+        self._start = 0
+
     def follow(self, count: LoopCount) -> None:
         """Let a loop count what it receives. The next pass is the loop's."""
         if self._count is not None and self._count.iterator is None:
@@ -261,13 +267,20 @@ class Batches:
             return newest
         lag = self._ahead
         if newest.number + 1 == last.num_batches(self._batch_size):
-            # Nothing is left to fetch: the loop works off what it has. How far it is shows only
-            # in a single process with a full last batch, and only for one batch.
-            partial = (last.length - last.begin) % self._batch_size
-            if partial or self._ahead > 1 or last.count is not None:
+            # Nothing is left to fetch: the loop works off what it has.
+            if not self.tells_last(last.length - last.begin, self._ahead):
                 return BatchTicket(last, UNKNOWN)
             lag -= last.ended
         return self._log[max(0, len(self._log) - 1 - lag)]
+
+    def tells_last(self, examples: int, ahead: int) -> bool:
+        """Return whether the last batches of so many examples can be told apart.
+
+        If a loop fetches ahead, how far it is shows only in a single process with a full last
+        batch, and only for one batch.
+        """
+        full = examples % self._batch_size == 0 and self._count is None
+        return not ahead or (full and ahead == 1)
 
     def _log_received(self) -> None:
         """Note the batches that were received since the last call."""
@@ -299,6 +312,7 @@ class Batches:
         if ticket is None:
             raise RuntimeError(self._before_any_example())
         current, number = ticket
+        current.untold += number == UNKNOWN
         if number == UNKNOWN or current.version != self._version or number in current.claimed:
             return None
         first = current.begin + number * self._batch_size

@@ -193,6 +193,9 @@ class OrderedSampler(DistributedSampler[Any]):
         self._told.before_iterating()
         if self._ended_short():
             self.end_epoch()
+        elif self._rest_is_done():
+            self._resumed, self._loader_skips = (self.ordering.epoch, 0), False
+            self._batches.start_over()
         begin, skipped = (0, self.start) if self._loader_skips else (self.start, 0)
         epoch_pass = EpochPass(begin, len(self), self.ordering.version, skipped // self.batch_size)
         iterator = EpochIterator(self, epoch_pass)
@@ -204,13 +207,37 @@ class OrderedSampler(DistributedSampler[Any]):
         """Let a loop count the batches it receives; see `Herd.batches`."""
         self._batches.follow(count)
 
+    def _rest_is_done(self) -> bool:
+        """Return whether a loop has trained on what a resumed epoch had left, and skipped batches.
+
+        The epoch goes on then, as in a loop that was not stopped: over all of its examples.
+        """
+        last = self._batches.last_pass
+        if last is None or last.version != self.ordering.version or last.alive:
+            return False
+        return self.start > 0 and last.handed_out == last.length
+
     def _ended_short(self) -> bool:
-        """Return whether a loop has ended with less than a batch missing: the loader drops it."""
+        """Return whether a loop has ended with little missing.
+
+        Less than a batch: the loader drops it. Or the last batches of a loop that fetches ahead,
+        which cannot be told apart.
+        """
         last = self._batches.last_pass or self._batches.newest
         if last is None or last.version != self.ordering.version or last.alive:
             return False
         # What all ranks have learned, which is the same on all of them, not what this one fed.
-        return 0 < len(self) - self.ordering.steps * self.unit < self.batch_size
+        missing = len(self) - self.ordering.steps * self.unit
+        untold = min(1 + (self._ahead or 0), last.num_batches(self.batch_size))
+        return 0 < missing <= (self.tail if last.untold >= untold else self.batch_size - 1)
+
+    @property
+    def tail(self) -> int:
+        """Most examples at the end of an epoch of which nothing may be learned."""
+        ahead = self._ahead or 0
+        if self._batches.tells_last(len(self), ahead):
+            return self.batch_size - 1
+        return (1 + ahead) * self.batch_size
 
     def __len__(self) -> int:
         return (self.sharding.length if self._rest is None else len(self._rest)) * self.unit
