@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gradherd.rows import torch_names
 from gradherd.rows.capture import Capture
 from gradherd.rows.row_check import FIRST_CHECKS
 from gradherd.rows.settings import ExactRows, SketchRows, TwoSidedRows
@@ -117,6 +118,18 @@ def test_a_loss_that_is_kept_keeps_no_inputs_alive() -> None:
     loss.backward()
     torch.testing.assert_close(capture.pop_rows(BATCH), once)
     assert seen.pop()() is None
+
+
+def test_a_torch_that_does_not_tell_what_is_packed_has_the_same_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, x = small(), torch.randn(BATCH, 3, 6)
+    capture, rows = Capture(model, TwoSidedRows(size=SIZE, strict=True)), []
+    for top in (torch_names._top_hooks, None):
+        monkeypatch.setattr(torch_names, "_top_hooks", top)
+        model(x).square().mean().backward()
+        rows.append(capture.pop_rows(BATCH))
+    torch.testing.assert_close(*rows)
 
 
 def test_optimizers_that_step_in_the_backward_have_rows() -> None:

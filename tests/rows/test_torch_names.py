@@ -8,10 +8,15 @@ import torch
 from torch import nn
 
 import gradherd.rows
-from gradherd.rows.torch_names import PRIVATE_NAMES, missing_names
+from gradherd.rows.torch_names import OPTIONAL_NAMES, PRIVATE_NAMES, missing_names
 
 FOLDER = Path(gradherd.rows.__file__).parent
-LISTED = {part for name in PRIVATE_NAMES for part in name.split(".") if part.startswith("_")}
+LISTED = {
+    part
+    for name in PRIVATE_NAMES | OPTIONAL_NAMES
+    for part in name.split(".")
+    if part.startswith("_")
+}
 OF_TORCH = {
     "_version", "_backward_hooks", "_parameters", "_buffers", "_forward_pre_hooks", "_modules",
     "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_compiled_call_impl", "_orig_mod",

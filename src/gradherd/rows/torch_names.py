@@ -11,8 +11,6 @@ PRIVATE_NAMES = {
     "torch._C._current_graph_task_id": "tells backwards apart, and whether one runs",
     "torch._C._autograd._get_current_graph_task_keep_graph": "tells whether a backward may run "
     "again (retain_graph)",
-    "torch._C._autograd._top_saved_tensors_default_hooks": "tells whether what layers save is "
-    "packed away (checkpoints, offloading)",
     "torch.autograd.Variable._execution_engine": "calls back when a backward is over",
     "torch.Tensor._base": "finds the node of a layer whose output is a view",
     "torch.Tensor._version": "tells whether a tensor that waits was changed in place",
@@ -28,6 +26,12 @@ PRIVATE_NAMES = {
     "torch.utils._pytree": "finds the tensors in nested arguments",
 }
 """By their full names."""
+OPTIONAL_NAMES = {
+    "torch._C._autograd._top_saved_tensors_default_hooks": "tells whether what layers save is "
+    "packed away (checkpoints, offloading); torch 2.7 has no such name, so there every layer has a "
+    "tap, which is slower",
+}
+"""Those that rows can do without."""
 
 
 def missing_names(names: Iterable[str] = PRIVATE_NAMES) -> list[str]:
@@ -71,9 +75,14 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 """Says whether the graph of the backward that runs is kept for another one."""
 
 
+_top_hooks: Callable[[bool], Any] | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)
+
+
 def packs_saved_tensors() -> bool:
-    """Say whether what layers save for their backward is packed: checkpoints, offloading."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    """Say whether what layers save for their backward may be packed: checkpoints, offloading."""
+    return _top_hooks is None or _top_hooks(True) is not None
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
