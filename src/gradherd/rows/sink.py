@@ -621,7 +621,7 @@ class SketchedLayer(ABC):
             full, sinks = self.full_use(module, inputs, dim, use)
             if len(self.known) > _MOST_KNOWN:  # lengths that change from batch to batch
                 self.known.clear()
-            wanted = sinks != (None, None)
+            wanted = sinks[0] is not None or sinks[1] is not None
             self.known[key] = KnownUse(self, full, sinks, bool(kept)) if wanted else None
         known = self.known[key]
         if known is None:
@@ -644,7 +644,7 @@ class SketchedLayer(ABC):
     def tap_known(
         self, known: KnownUse, inputs: Tensor, output: Tensor, kept: tuple[Tensor, ...]
     ) -> Tensor:
-        """Return the output behind a tap: shards, and what layers save may be packed away."""
+        """Return the output behind a tap that is not part of a graph."""
         # What a bias needs is the gradient alone; the input may be changed then.
         held = inputs.detach() if known.reads_input else self.pool.like
         tapped: Tensor = Tap.apply(output, held, *known.sinks, self, known.use, known, *kept)  # type: ignore[no-untyped-call]

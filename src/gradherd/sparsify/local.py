@@ -86,8 +86,9 @@ class LocalSteps:
     """The first steps of a run, in which workers exchange four times as often: what they learn
     then, they must learn together. `fewer` with `steps` sets it."""
     fewer: InitVar[float | None] = None
-    """At least how many times fewer bytes than a dense exchange in float32, from 16 to 1,000. It
-    sets `every`, `values` and the outer step to what lost least (`benchmarks/few_bytes.py`)."""
+    """At least how many times fewer bytes than a dense exchange in float32, from 16 to 1,000; with
+    `steps`, within a few percent of it. Buffers, which travel whole, are not counted. It sets
+    `every`, `values` and the outer step to what lost least (`benchmarks/few_bytes.py`)."""
     steps: InitVar[int | None] = None
     """Steps of the optimizer in the whole run, for `fewer`."""
 
