@@ -68,7 +68,6 @@ def test_charts_need_no_script(browser, usual):
     for chart in ("c0-loss", "c0-metric", "c0-herding", "c1-loss"):
         assert page.locator(f"#{chart} {LINES}").count() == 3
         assert page.locator(f"#{chart} svg >> visible=true").bounding_box()["width"] > 400
-    assert not page.locator("#theme").is_visible()
     # Arms can be hidden, in curves and bars, and axes chosen.
     page.locator("#c0 [data-arm='2']").uncheck()
     for chart in ("c0-loss .over-epochs g", "c0-time .bar"):
@@ -82,7 +81,7 @@ def test_charts_need_no_script(browser, usual):
 
 def test_a_page_is_small_and_says_its_verdicts_first(usual):
     text = usual.read_text(encoding="utf-8")
-    assert len(text) < 250_000 and text.count("<script") == 1
+    assert len(text) < 250_000 and "<script" not in text
     assert not re.search(r"(src|href)=[\"']?(https?:)?//", text)
     assert text.index("Findings") < text.index('<table class="arms"')
     for heading in ("Does a better order need fewer epochs?", "Does sending less cost accuracy?"):
@@ -116,9 +115,6 @@ def test_controls_switch_their_own_comparison(look, usual):
         assert page.locator(f"#c1-loss {RUNS}").count() == 0
         assert page.locator("#c0-loss .band >> visible=true").count() == 0
         page.locator("#c0 [data-arm='1']").uncheck()
-        # What was chosen is still chosen after the page has loaded itself again.
-        page.reload()
-        page.wait_for_selector("html[data-ready=true]")
         assert page.locator(f"#c0-loss {RUNS}").count() == 6
         assert page.locator("#c0-loss .over-bytes").is_visible()
 
@@ -132,22 +128,6 @@ def test_hidden_arms_are_gone_from_curves_and_bars(look, usual):
         assert page.locator("#c0-time i >> visible=true").count() == 5
         page.locator("#c0 [data-arm='0']").check()
         assert page.locator(f"#c0-loss {LINES}").count() == 2
-
-
-def test_a_place_of_a_chart_tells_the_figures_there(look, usual):
-    with look(usual) as page:
-        strips = page.locator("#c0-loss .over-epochs .strip")
-        assert strips.count() == 20
-        told = strips.nth(9).locator("title").text_content()
-        assert told.startswith("epoch 10\nd-rr: 0.4") and "\ncd-grab: 0.0" in told and "± " in told
-        # They lie above everything else: the pointer meets them.
-        box = page.locator("#c0-loss").bounding_box()
-        at = [box["x"] + box["width"] / 2, box["y"] + box["height"] / 2]
-        page.mouse.wheel(0, at[1] - 400)
-        met = "([x, y]) => document.elementFromPoint(x, y).getAttribute('class')"
-        box = page.locator("#c0-loss").bounding_box()
-        at = [box["x"] + box["width"] / 2, box["y"] + box["height"] / 2]
-        assert page.evaluate(met, at) == "strip"
 
 
 def test_noise_looks_flat(look, page_of):
@@ -171,20 +151,19 @@ def colours(page):
     )
 
 
-def test_theme_follows_the_system_and_the_button(look, usual):
+def test_theme_follows_the_system_and_the_choice(look, usual):
     with look(usual, theme="light") as page:
         light = colours(page)
-        page.locator("#theme").click()
+        page.locator("#theme-dark").check()
         dark = colours(page)
         assert all(a != b for a, b in zip(light, dark, strict=True))
-        assert page.locator("#theme").inner_text() == "light theme"
-        page.locator("#theme").click()
+        page.locator("#theme-system").check()
         assert colours(page) == light
     with look(usual, theme="dark") as page:
         assert colours(page) == dark
-        page.locator("#theme").click()
+        page.locator("#theme-light").check()
         assert colours(page) == light
-        page.locator("#theme").click()
+        page.locator("#theme-dark").check()
         page.emulate_media(color_scheme="light")
         assert colours(page) == dark  # What was chosen stays.
 

@@ -1,12 +1,10 @@
 import itertools
-import xml.etree.ElementTree as ET
 
 import pytest
 
 from gradherd.lab.report.svg import (
     COLOURS,
     INK,
-    PAGE_LAYOUT,
     PAPER,
     ChartAxis,
     ChartLine,
@@ -26,21 +24,11 @@ def test_marks_of_an_axis():
     assert ChartAxis(1e-3, 10, 0, 1, log=True).at(0.1) == pytest.approx(0.5)
 
 
-def test_a_chart_of_a_page_tells_its_figures():
-    """A place for each x while they are few, else at even distances; nearest points are told."""
+def test_a_chart_of_a_page_has_single_runs_and_its_own_words_at_the_axis():
     few = ChartLine("<a>", [(1, 0.5), (2, 0.25)], [(1, 0.4, 0.6), (2, 0.2, 0.3)], runs=[[(1, 0.9)]])
-    image = page_chart("epoch", "y", [few])
-    titles = [one.text for one in ET.fromstring(image).iter("title")]
-    assert titles == ["epoch 1\n<a>: 0.5 ± 0.1", "epoch 2\n<a>: 0.25 ± 0.05"]
-    assert image.count('class="s0 run"') == 1
-    many = [ChartLine("a", [(x, 1.0 + x) for x in range(100)]), ChartLine("b", [(0.2, 7.0)])]
-    image = page_chart("x", "y", many, x_text=lambda x: f"{x:.0f} MB")
-    titles = [one.text for one in ET.fromstring(image).iter("title")]
-    assert len(titles) == 40 and titles[0] == "1 MB\na: 2\nb: 7" and "60 MB" in image
-    widths = [float(one.get("width")) for one in ET.fromstring(image).iter("rect")]
-    assert sum(widths) == pytest.approx(
-        PAGE_LAYOUT.width - PAGE_LAYOUT.left - PAGE_LAYOUT.side, abs=2
-    )
+    assert page_chart("epoch", "y", [few]).count('class="s0 run"') == 1
+    many = [ChartLine("a", [(x, 1.0 + x) for x in range(100)])]
+    assert "60 MB" in page_chart("x", "y", many, x_text=lambda x: f"{x:.0f} MB")
 
 
 def luminance(colour):

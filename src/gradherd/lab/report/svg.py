@@ -35,8 +35,6 @@ METHODS = (
 """Orders and sparsifiers, in the order of their colours; from the ninth on they are dashed."""
 _LEAST_SPAN = 0.1
 """Least height of a y axis, as a share of its values: less is noise, and must look flat."""
-_STRIPS = 40
-"""Most places across a chart that tell the figures there."""
 FONT = 'font-family="system-ui, sans-serif" font-size="12"'
 
 
@@ -230,7 +228,7 @@ def page_chart(
             path = f'd="M{x_axis.start:g} {pixels(at)}H{x_axis.end:g}"'
             label = svg_text(x_axis.start + 6, at - 4, words, "start") if words else ""
             parts.append(f'<path {path} class="rule" stroke-dasharray="4 4"/>{label}')
-    return "\n".join([*parts, *_strips(visible, axes, x, x_text), "</svg>"]) + "\n"
+    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def _drawable(line: ChartLine, log: bool) -> ChartLine:
@@ -342,34 +340,6 @@ def stroke(line: ChartLine) -> str:
 
 def _path(points: Sequence[tuple[float, float]], axes: Axes) -> str:
     return "M" + "L".join(f"{pixels(axes[0].at(x))} {pixels(axes[1].at(y))}" for x, y in points)
-
-
-def _strips(
-    lines: Sequence[ChartLine], axes: Axes, x: str, x_text: Callable[[float], str] | None
-) -> list[str]:
-    """Return upright strips across the plot that tell, as a tooltip, the figures of each line."""
-    x_axis, y_axis = axes
-    places = sorted({px for line in lines for px, _ in line.points})
-    if len(places) > _STRIPS:
-        step = (x_axis.high - x_axis.low) / _STRIPS
-        places = [x_axis.low + (n + 0.5) * step for n in range(_STRIPS)]
-    ends = [x_axis.start, *(x_axis.at((a + b) / 2) for a, b in itertools.pairwise(places))]
-    size = f'y="{y_axis.end:g}" height="{y_axis.start - y_axis.end:g}"'
-    parts = []
-    for place, left, right in zip(places, ends, [*ends[1:], x_axis.end], strict=True):
-        words = [f"{x} {significant(place, 4)}" if x_text is None else x_text(place)]
-        for line in lines:
-            at, y = min(line.points, key=lambda point: abs(point[0] - place))
-            spread = next(
-                (f" ± {significant((h - w) / 2, 2)}" for b, w, h in line.band if b == at), ""
-            )
-            words.append(f"{printable(line.name, 40)}: {significant(y)}{spread}")
-        told = "&#10;".join(map(escaped, words))
-        parts.append(
-            f'<rect x="{pixels(left)}" {size} width="{pixels(right - left)}" class="strip">'
-            f"<title>{told}</title></rect>"
-        )
-    return parts
 
 
 def smaller_font(words: str, room: float, usual: int) -> str:
