@@ -7,9 +7,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from gradherd.comm.world import World
-from gradherd.hooks.device_exchange import DeviceExchange
 from gradherd.lab.ranks import run_ranks
+from gradherd.sparsify.gpu_worker import GpuSteps
+from gradherd.sparsify.partitioned import ExDyna
+from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.worker import Placement, Worker
 from tests.attach import device_work
 
 
@@ -22,7 +24,7 @@ def test_it_does_what_the_hosts_way_does(ranks):
     """Through buckets that DDP rebuilds after the first backward.
 
     Layers differ in scale here, so in the first steps a worker may lack candidates and fill up with
-    others: nearly the same is sent. `tests/sparsify/test_device_worker.py` has equal choices.
+    others: nearly the same is sent. `tests/sparsify/test_gpu_worker.py` has equal choices.
     """
     for rank in ranks:
         for mine, wanted in zip(rank["device"]["seen"], rank["host"]["seen"], strict=True):
@@ -104,10 +106,11 @@ def test_a_capture_that_fails_ends(monkeypatch, caplog):
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
-    steps = SimpleNamespace(turn=0, add=Mock(side_effect=[None, RuntimeError("no memory")]))
-    exchange = DeviceExchange(None, {}, World(0, 1), None)
-    exchange._capture_adds(steps, [torch.zeros(1), torch.zeros(1)])
+    launch = Mock(side_effect=[None, RuntimeError("no memory")])
+    monkeypatch.setattr(GpuSteps, "_launch_add", launch)
+    steps = GpuSteps(Worker(Sparsify(method=ExDyna(0.01)), 10_000, rank=0, size=1))
+    steps.place(Placement([[(0, 10_000)]], 10_000, torch.device("cpu")))
+    steps._capture_adds([torch.zeros(1), torch.zeros(1)])
     assert FakeGraph.recording == 0
     assert "no CUDA graph for passes over buckets" in caplog.text
-    exchange._capture_adds(steps, [torch.zeros(1)])  # not tried again
-    assert steps.add.call_count == 2
+    assert not steps._captures  # not tried again

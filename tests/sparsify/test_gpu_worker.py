@@ -41,10 +41,15 @@ class DeviceWorkers:
             for rank in range(size)
         ]
         assert all(has_fixed_shapes(worker) for worker in self.workers)
-        placement = Placement(self.buckets, sparse, torch.device(DEVICE))
-        self.steps = [GpuSteps(worker, placement) for worker in self.workers]
+        self.steps = [GpuSteps(worker) for worker in self.workers]
+        self.place()
 
-    def step(self, grads, scale=None):
+    def place(self):
+        placement = Placement(self.buckets, self.sparse, torch.device(DEVICE))
+        for steps in self.steps:
+            steps.place(placement)
+
+    def step(self, grads, scale=None, lay_out_after=None):
         flats = []
         for steps, grad in zip(self.steps, grads, strict=True):
             steps.begin(scale)
@@ -55,6 +60,8 @@ class DeviceWorkers:
             for number, flat in enumerate(own):
                 steps.add(number, flat)
                 assert not flat.any()
+                if number == lay_out_after:
+                    steps.place(Placement(self.buckets, self.sparse, torch.device(DEVICE)))
             flats.append(own)
         k = target_count(self.settings.method.density, self.sparse)
         run_together([one.script(k, own) for one, own in zip(self.steps, flats, strict=True)])
@@ -191,11 +198,9 @@ def test_a_worker_goes_on_when_its_residual_is_laid_out_anew():
         grads = normal(step, 2, DIM)
         if step == 3:
             ours.buckets = ours.buckets[::-1]
-            placement = Placement(ours.buckets, SPARSE, torch.device(DEVICE))
-            old, ours.steps = ours.steps, [GpuSteps(one, placement) for one in ours.workers]
-            for mine, before in zip(ours.steps, old, strict=True):
-                mine.take_over(before)
-        assert torch.equal(ours.step(grads), straight.step(grads))
+            ours.place()
+        mine = ours.step(grads, lay_out_after=0 if step == 4 else None)
+        assert torch.equal(mine, straight.step(grads))
     assert torch.equal(ours.residuals(), straight.residuals())
 
 

@@ -9,7 +9,7 @@ bucket (`exchange`, for which the backward waits).
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -88,7 +88,8 @@ class BucketHook(ABC):
         # last bucket has arrived.
         self._collected: list[dist.GradBucket] = []
         self._futures: list[Future[Tensor]] = []
-        self._known: list[Any] = []  # what the buckets of the last backward are known by
+        # Where the buckets of the last backward are, and which parameters they hold.
+        self._known: list[tuple[int, int, list[int]]] = []
         self._looks = _FIRST_LOOKS
         slot = _slot_of(ddp)
         if slot is None:
@@ -146,21 +147,32 @@ class BucketHook(ABC):
             if not future.done():
                 future.set_result(one.buffer())
 
-    def has_new(self, buckets: Sequence[dist.GradBucket]) -> bool:
+    def is_known(self, number: int, bucket: dist.GradBucket) -> bool:
+        """Return whether bucket `number` is the one that the last `learn` was given."""
+        if number >= len(self._known):
+            return False
+        flat, (address, count, parameters) = bucket.buffer(), self._known[number]
+        if (flat.data_ptr(), flat.numel()) != (address, count):
+            return False
+        # New buckets may have the memory of old ones. They come in one of the first backwards;
+        # later, looking at every parameter would take longer than all that is made of them.
+        return not self._looks or [id(p) for p in bucket.parameters()] == parameters
+
+    def learn(self, buckets: Sequence[dist.GradBucket]) -> bool:
         """Return whether DDP hands out other buckets than at the last call: it rebuilds them once.
 
         What follows from the buckets is made when they are new, not at every step.
         """
-        flats = [bucket.buffer() for bucket in buckets]
-        key: list[Any] = [(flat.data_ptr(), flat.numel()) for flat in flats]
-        # New buckets may have the memory of old ones. They come in one of the first backwards;
-        # later, looking at every parameter would take longer than all that is made of them.
-        if self._looks:
-            self._looks -= 1
-            key.append([id(p) for bucket in buckets for p in bucket.parameters()])
-        if key == self._known:
+        known = [self.is_known(number, bucket) for number, bucket in enumerate(buckets)]
+        self._looks = max(0, self._looks - 1)
+        if all(known) and len(known) == len(self._known):
             return False
-        self._known = key
+        flats = [bucket.buffer() for bucket in buckets]
+        self._looks = _FIRST_LOOKS
+        self._known = [
+            (flat.data_ptr(), flat.numel(), [id(p) for p in bucket.parameters()])
+            for flat, bucket in zip(flats, buckets, strict=True)
+        ]
         return True
 
     @property

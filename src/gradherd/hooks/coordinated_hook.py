@@ -251,7 +251,7 @@ class CoordinatedHook(SlicedTransport, BucketHook):
         """Average all buckets and store this rank's slices of all workers' gradients."""
         # Only what this exchange adds: the mean counts over the whole run.
         before = self._mean.bytes
-        if self.has_new(buckets):
+        if self.learn(buckets):
             self._use(buckets)
         if self._one_bucket:
             # Copied into one vector, and the mean back.

@@ -31,13 +31,12 @@ from gradherd.comm.collectives import all_gather
 from gradherd.comm.world import World
 from gradherd.flat import exchangeable, in_memory_order, local_shard, plain_name
 from gradherd.hooks.bucket_hook import BucketHook, world_of
-from gradherd.hooks.device_exchange import DeviceExchange, placement_of
 from gradherd.hooks.exchange import GradientExchange, ShardedExchange
 from gradherd.hooks.fsdp_checks import ShardedWorlds
 from gradherd.hooks.fsdp_torch import ShardedGroup, is_inner, on_backward_end
 from gradherd.hooks.parameter_hooks import ParameterUsage, tracks_usage
 from gradherd.hooks.torch_names import scale_on_device
-from gradherd.sparsify.gpu_worker import runs_on_device
+from gradherd.sparsify.gpu_worker import GpuSteps, runs_on_device
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.worker import Placement, clip_together, scale_by
 
@@ -67,12 +66,12 @@ class SparseHook(BucketHook, GradientExchange):
         self._slices: dict[Tensor, slice] = {
             p: self.layout.slices[name] for name, p in parameters.items()
         }
-        self._placement: Placement | None = None  # of the last exchange on the host
-        self._present: set[str] = set()  # names of the parameters that its buckets hold
-        self._device: DeviceExchange | None = None
+        self._placement: Placement | None = None  # of the last buckets
+        self._present: set[str] = set()  # names of the parameters that they hold
         # Which parameters a backward has used must be read on the host, once per step.
-        if not tracks_usage(ddp) and runs_on_device(self._worker):
-            self._device = DeviceExchange(self._worker, self._slices, world, scaler)
+        on_device = not tracks_usage(ddp) and runs_on_device(self._worker)
+        self._steps = GpuSteps(self._worker) if on_device else None
+        self._late: list[tuple[int, dist.GradBucket]] = []  # not added before all have arrived
         self._usage = ParameterUsage(ddp, parameters) if tracks_usage(ddp) else None
         self._exchanges = 0
         self._last_counts = [-1, 0]
@@ -83,10 +82,18 @@ class SparseHook(BucketHook, GradientExchange):
         return None if self._clip is not None else self._take(self.position, bucket)
 
     def _take(self, number: int, bucket: dist.GradBucket) -> Future[Tensor] | None:
-        if self._device is not None:
-            return self._device.add(number, bucket)
-        self._add(bucket, first=number == 0)
-        return None
+        if self._steps is None:
+            self._add(bucket, first=number == 0)
+            return None
+        if number == 0:
+            self._late = []
+            scale = scale_on_device(self._scaler)
+            self._steps.begin(None if scale is None else scale.float())
+        # On a GPU the residual lies as the buckets do. It is laid out anew once all are known.
+        if not self.is_known(number, bucket):
+            self._late.append((number, bucket))
+            return None
+        return self._steps.add(number, bucket.buffer())
 
     def _take_clipped(self, buckets: Sequence[dist.GradBucket], clip: float) -> None:
         """Clip this worker's gradient, then add all buckets to the residual."""
@@ -112,23 +119,19 @@ class SparseHook(BucketHook, GradientExchange):
         """Exchange what the method selects, and write the mean into the buckets."""
         if self._clip is not None:
             self._take_clipped(buckets, self._clip)
-        if self._device is not None and self._device.takes(buckets):
-            sent = self._device.exchange(buckets)
+        if self.learn(buckets):
+            self._place(buckets)
+        flats = [bucket.buffer() for bucket in buckets]
+        if self._steps is not None:
+            for number, bucket in self._late:
+                self._steps.add(number, bucket.buffer())
+            sent = self._steps.exchange(flats, self.world)
             self.total_bytes += sent
             self._metrics = {"bytes": sent}
             self._look_back()
             return
-        if self._device is not None:
-            # Before anything was added: a parameter was frozen when the hook was attached, say.
-            self._device = None
-            for bucket in buckets:
-                self._add(bucket, first=bucket is buckets[0])
+        assert self._placement is not None
         flags = None if self._usage is None else self._usage.take()
-        if self.has_new(buckets) or self._placement is None:
-            self._placement = placement_of(buckets, self._slices, self._worker)
-            here = {p for bucket in buckets for p in bucket.parameters()}
-            self._present = {name for name, p in self.parameters.items() if p in here}
-        flats = [bucket.buffer() for bucket in buckets]
         outcome, used = self._run(self._present, flags)
         if outcome is None:
             for flat in flats:
@@ -139,6 +142,31 @@ class SparseHook(BucketHook, GradientExchange):
         at = self._placement.positions(outcome.coordinates())
         written = self._placement.write(flats, at, self._worker.mean_of(outcome))
         self._worker.commit(outcome, written=written, excluded=self._spans_without(used))
+
+    def _place(self, buckets: Sequence[dist.GradBucket]) -> None:
+        """Find out where parameters lie in other buckets; on a GPU the residual follows them."""
+        here = {p for bucket in buckets for p in bucket.parameters()}
+        self._present = {name for name, p in self.parameters.items() if p in here}
+        spans = [
+            [
+                (self._slices[p].start if p in self._slices else None, p.numel())
+                for p in bucket.parameters()
+            ]
+            for bucket in buckets
+        ]
+        residual = self._worker.feedback.residual
+        self._placement = Placement(spans, self._worker.sparse, residual.device)
+        if self._steps is None:
+            return
+        # DDP and the residual differ in parameters that were frozen when the one was made and not
+        # when the other was.
+        if here == self._slices.keys() and len({one.buffer().dtype for one in buckets}) == 1:
+            self._steps.place(self._placement)
+            return
+        # DDP's first buckets, of which nothing was added, show it: the host takes over for good.
+        self._steps = None
+        for bucket in buckets:
+            self._add(bucket, first=bucket is buckets[0])
 
     def _look_back(self) -> None:
         """Every so many steps, see how those before went: the GPU is never waited for."""
@@ -160,7 +188,7 @@ class SparseHook(BucketHook, GradientExchange):
 
     def last_step(self) -> dict[str, Any]:
         """Return the metrics of the last step that need no computation; waits for a GPU."""
-        on_device = {} if self._device is None else self._device.metrics()
+        on_device = {} if self._steps is None else self._steps.metrics()
         return on_device | self._metrics
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
@@ -173,8 +201,8 @@ class SparseHook(BucketHook, GradientExchange):
 
     def _load(self, state: Mapping[str, Any]) -> None:
         super()._load(state)
-        if self._device is not None:
-            self._device.reset()
+        if self._steps is not None:
+            self._steps.reset()
 
     def close(self) -> None:
         """Remove the hooks on parameters; DDP keeps its hook, which only averages from now on."""

@@ -62,6 +62,11 @@ class PartitionRule:
     diffusive: bool = False
     """Whether borders move between neighbours instead (`partitions.diffuse`), on the host."""
 
+    @property
+    def moves(self) -> bool:
+        """Whether borders move."""
+        return self.diffusive or self.memory is not None
+
     def offers(self, k: int, workers: int) -> int:
         """Return M, where partitions are long enough (`fits`)."""
         return capacity(self.capacity, k, [self.blocks.dim] * workers)
@@ -224,7 +229,8 @@ class Offers(NamedTuple):
     magnitudes: Tensor
     """(M,) their magnitudes."""
     candidates: Tensor
-    """() int32 how many reached the start of the search; -1 if there was no room for them."""
+    """() int32 how many reached the start of the search; -1 if there was no room for them, 0 if it
+    has no start yet."""
 
 
 def worker_spans(
@@ -285,6 +291,7 @@ def make_offers(
     chosen, order = chosen.sort()
     largest = top.values[order]
     count = torch.where(overflow, -1, (mine & (magnitudes >= wanted)).sum()).int()
+    count = count * (wanted > 0)  # Without a start, the number says nothing.
     return Offers(chosen, largest, count)
 
 
@@ -332,7 +339,43 @@ def accept_largest(indices: Tensor, bits: Tensor, k: int) -> Accepted:
     return Accepted(chosen, accepted.view(bits.shape).sum(1), smallest_magnitude(kth))
 
 
-def with_next_start(
+def accept_offers(
+    rule: PartitionRule,
+    state: PartitionState,
+    offers: tuple[Tensor, Tensor],
+    candidates: Tensor,
+    k: int,
+    *,
+    offered: int | Tensor,
+    exact: bool,
+    turn: int = 0,
+) -> tuple[Accepted, PartitionState]:
+    """Accept the largest offers of all workers; every worker finds the same from the same offers.
+
+    Args:
+        rule: The method's partitions.
+        state: That of this step.
+        offers: (R, M) indices and leading bits, as for `accept_largest`.
+        candidates: (R,) as in `Offers`.
+        k: How many to accept.
+        offered: How many offers each worker made: M, or (R,).
+        exact: Whether workers have searched all of their partitions, as they do with a host. If
+            not, offers may be merely evenly spaced, and partitions keep room for M offers.
+        turn: The partition of worker 0.
+
+    Returns:
+        What is accepted, and the state of the next step.
+    """
+    accepted, workers = accept_largest(*offers, k), len(candidates)
+    new = _with_next_start(state, accepted, candidates, exact=exact)
+    if workers > 1 and rule.moves:
+        loads = estimate_loads(accepted.counts, offered, candidates)
+        least = 1 if exact else rule.least(k, workers)
+        new = moved(rule, new, accepted.indices, accepted.counts, loads, least, turn)
+    return accepted, new
+
+
+def _with_next_start(
     state: PartitionState, accepted: Accepted, candidates: Tensor, *, exact: bool
 ) -> PartitionState:
     """Return the state with a start that leaves a few times as many candidates as are wanted.
@@ -383,7 +426,7 @@ def moved(
         # Loads come by worker, borders belong to partitions: undo the rotation.
         cuts = diffuse(state.cuts.tolist(), loads.roll(turn).tolist())
         return replace(state, cuts=torch.tensor(cuts))
-    if rule.memory is None or workers == 1:
+    if rule.memory is None or workers == 1:  # online
         return state
     # Nobody knows where the coordinates beyond a worker's capacity lie; assume that they are
     # distributed over blocks as the selected ones are.

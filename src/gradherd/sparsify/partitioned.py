@@ -171,13 +171,10 @@ class Partitioned(Selector):
         offered = torch.tensor(plan.offered)
         if min(plan.offered) < plan.most:
             bits = torch.where(torch.arange(plan.most) < offered.unsqueeze(1), bits, -1)
-        accepted = consensus.accept_largest(indices, bits, step.k)
-        state = consensus.with_next_start(step.state, accepted, candidates, exact=True)
-        if step.size > 1:
-            loads = consensus.estimate_loads(accepted.counts, offered, candidates)
-            state = consensus.moved(
-                plan.rule, state, accepted.indices, accepted.counts, loads, turn=plan.turn
-            )
+        accepted, state = consensus.accept_offers(
+            plan.rule, step.state, (indices, bits), candidates, step.k,
+            offered=offered, exact=True, turn=plan.turn,
+        )  # fmt: skip
         chosen = accepted.indices.to(step.acc.device, non_blocking=True)
         return Selection(chosen, accepted.counts.tolist(), state, float(accepted.threshold))
 
