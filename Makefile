@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # Many tests wait for child processes, so a few more run at a time than there are cores.
 JOBS ?= 3
 
-.PHONY: help demo test test-all integrations composer docs stress chaos versions lint format example bench evidence dist clean
+.PHONY: help demo test test-all integrations docs stress chaos versions lint format example bench evidence dist clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -44,16 +44,6 @@ integrations: .venv-integrations/.installed ## Run the conformance suite in ever
 		tests/integrations/test_elastic.py \
 		tests/integrations/test_more.py tests/integrations/test_pages.py
 	@.venv-integrations/bin/python -m tests.integrations.conformance
-
-# Composer's last release needs torch 2.7: not the one of constraints.txt.
-.venv-composer/.installed: pyproject.toml
-	@$(PYTHON) -m venv --clear .venv-composer
-	@.venv-composer/bin/python -m pip install --quiet --disable-pip-version-check \
-		torch==2.7.0 mosaicml==0.32.1 -e .
-	@touch $@
-
-composer: .venv-composer/.installed ## Run the conformance suite in Composer, and write its table
-	@.venv-composer/bin/python -m tests.integrations.conformance composer
 
 .venv-docs/.installed: constraints.txt
 	@$(PYTHON) -m venv --clear .venv-docs
@@ -109,4 +99,4 @@ dist: $(STAMP) ## Build the wheel and the source distribution in dist/
 	@rm -f dist.log; ls -l dist
 
 clean: ## Remove the virtual environment and caches
-	rm -rf $(VENV) .venv-integrations .venv-composer .venv-docs site .pytest_cache .ruff_cache .mypy_cache .hypothesis dist
+	rm -rf $(VENV) .venv-integrations .venv-docs site .pytest_cache .ruff_cache .mypy_cache .hypothesis dist

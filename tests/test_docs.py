@@ -28,7 +28,7 @@ PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md
 # Files and commands of the worked examples in CONTRIBUTING.md, which a reader is to write.
 EXAMPLES = ("cyclic", "learn_once")
 # Frameworks that gradherd.integrations imports; `make integrations` installs all of them.
-EXTRAS = ("accelerate", "composer", "lightning", "ray", "transformers")
+EXTRAS = ("accelerate", "lightning", "ray", "transformers")
 
 
 def programs(page: str) -> list[str]:

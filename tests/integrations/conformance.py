@@ -1,7 +1,7 @@
-"""What gradherd demands of itself in every framework, and the tables of docs/frameworks.md.
+"""What gradherd demands of itself in every framework, and the table of docs/frameworks.md.
 
-python -m tests.integrations.conformance runs all frameworks and writes the table, or with
-"composer" the one of Composer, which needs an older torch: no cell of them is typed by hand.
+python -m tests.integrations.conformance runs all frameworks and writes the table: no cell of it is
+typed by hand.
 """
 
 import importlib
@@ -24,7 +24,6 @@ from tests.integrations.task import DENSITY, EPOCHS, EXAMPLES, RANKS, STEPS
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "frameworks.md"
 BEGIN, END = "<!-- conformance: made by tests.integrations.conformance -->", "<!-- end -->"
-BEGIN_COMPOSER = BEGIN.replace("conformance:", "composer:", 1)
 # Those in `make test-all`, which are small; then those that `make integrations` adds.
 SMALL = ("plain", "stateful", "accelerate", "transformers")
 ALL = (*SMALL, "accelerate_fsdp", "lightning", "lightning_fsdp", "fabric", "ray")
@@ -203,7 +202,7 @@ def start(command: list[str]) -> None:
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-8000:]
 
 
-def table(names: Sequence[str], folder: Path, begin: str, command: str) -> str:
+def table(names: Sequence[str], folder: Path) -> str:
     """Return the table of frameworks and demands, with what marks its place."""
     plain = Results(folder / "plain")
     columns, rows = [], [["demand"]]
@@ -221,8 +220,8 @@ def table(names: Sequence[str], folder: Path, begin: str, command: str) -> str:
     rows += [[name, *cells] for name, *cells in zip(DEMANDS, *columns, strict=True)]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     where = f"Python {platform.python_version()}, torch {torch.__version__.split('+')[0]}"
-    made = f"Made by `{command}` at {RANKS} gloo ranks on the CPU ({where})."
-    return "\n".join([begin, "", *lines, "", made, "", END])
+    made = f"Made by `make integrations` at {RANKS} gloo ranks on the CPU ({where})."
+    return "\n".join([BEGIN, "", *lines, "", made, "", END])
 
 
 def section(title: str) -> str:
@@ -235,34 +234,16 @@ def programs(title: str) -> list[str]:
     return re.findall(r"^```py\w*\n(.*?)^```", section(title), re.S | re.M)
 
 
-def check_composer_page(folder: str) -> None:
-    """Run the program of Composer's section with Composer's launcher."""
-    Path(folder, "train.py").write_text(programs("Composer")[0])
-    launcher = Path(sys.executable).with_name("composer")
-    ran = subprocess.run(
-        [launcher, "-n", "2", "train.py"],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert "learned 3 epochs" in ran.stdout, ran.stderr[-6000:]
-
-
-def main(which: str = "integrations") -> None:
-    composer = which == "composer"
-    names, begin = (("plain", "composer"), BEGIN_COMPOSER) if composer else (ALL, BEGIN)
+def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        run(names, Path(folder))
-        made = table(names, Path(folder), begin, f"make {which}")
-        if composer:
-            check_composer_page(folder)
+        run(ALL, Path(folder))
+        made = table(ALL, Path(folder))
     text = PAGE.read_text()
-    before, rest = text.split(begin)
+    before, rest = text.split(BEGIN)
     PAGE.write_text(before + made + rest.split(END, 1)[1])
     print(made)
     sys.exit("**no**" in made)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

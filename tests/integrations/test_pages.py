@@ -13,7 +13,7 @@ from tests.integrations.conformance import PAGE, programs, section
 from tests.launched import printed_under_torchrun
 
 ROOT = Path(__file__).parents[2]
-# Section, number of the program in it, and what that prints: all programs but Composer's.
+# Section, number of the program in it, and what that prints.
 PROGRAMS = {
     ("torchdata", 0): "56 steps, learned 3 epochs",
     ("Accelerate", 0): "11 batches are left of epoch 1",
@@ -55,7 +55,7 @@ def test_programs_print_what_the_page_says(title, number, tmp_path, monkeypatch)
     assert says in ran.stdout
 
 
-@pytest.mark.parametrize(("title", "number"), [*PROGRAMS, ("Composer", 0)])
+@pytest.mark.parametrize(("title", "number"), PROGRAMS)
 def test_at_most_five_lines_are_new(title, number):
     if title != "torchdata":  # where the loop is the reader's own, nothing is
         assert 1 <= len(re.findall(r"# new\b", programs(title)[number])) <= 5
@@ -63,6 +63,6 @@ def test_at_most_five_lines_are_new(title, number):
 
 def test_all_programs_of_the_page_are_listed():
     blocks = re.findall(r"^ *```py", PAGE.read_text(), re.M)
-    assert len(blocks) == len([*PROGRAMS, ("Composer", 0)])
+    assert len(blocks) == len(PROGRAMS)
     for title in {title for title, _ in PROGRAMS}:
         assert len(programs(title)) == len([one for one, _ in PROGRAMS if one == title]), title

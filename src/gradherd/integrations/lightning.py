@@ -17,14 +17,28 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 
 from gradherd.hooks.attach import attach
 from gradherd.hooks.herd import Herd
-from gradherd.integrations.loaders import HerdCallbackBase, with_sampler
+from gradherd.integrations.loaders import HerdOwner, HerdSettings, with_sampler
+from gradherd.ordering.policy import Policy
 from gradherd.ordering.sampler import OrderedSampler
 
 
-class GradherdCallback(HerdCallbackBase, Callback):
+class GradherdCallback(HerdOwner, Callback):
     """Order the training examples of a LightningModule, and exchange few bytes."""
 
-    _sampler: OrderedSampler | None = None
+    def __init__(
+        self, order: str | Policy | None = None, *, log_rows: bool = False, **settings: Any
+    ) -> None:
+        """Note the settings; nothing happens before `Trainer.fit`.
+
+        Args:
+            order: Order of the training examples, such as "cd-grab"; None keeps the loader's.
+            log_rows: Whether to log norms of gradients, noise scale and herding bound as well.
+            **settings: unit, sparsify, local, rows and seed, as in `HerdSettings`.
+        """
+        self._settings = HerdSettings(order=order, **settings)
+        self._log_rows = log_rows
+        self._sampler: OrderedSampler | None = None
+        self._loaded: dict[str, Any] | None = None  # waits for the herd
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the strategy, and wait for the training loader."""
@@ -92,8 +106,27 @@ class GradherdCallback(HerdCallbackBase, Callback):
     def _attach_to(self, trainer: Trainer) -> None:
         # Lightning does not skip batches of an epoch it resumes: it counts them and takes what the
         # loader gives. So it is the sampler that starts where the epoch continues.
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._attach(trainer.strategy.model, self._sampler, scaler, trainer.optimizers)
+        scaler, optimizers = getattr(trainer.precision_plugin, "scaler", None), trainer.optimizers
+        if self._settings.local is not None and len(optimizers) != 1:
+            raise ValueError(f"local steps need one optimizer, got {len(optimizers)}")
+        model = trainer.strategy.model
+        self._herd = self._settings.attach(model, self._sampler, scaler, *optimizers[:1])
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            self._herd.load_state_dict(loaded)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the herd; Lightning asks on all ranks and saves rank 0's."""
+        if self._herd is None:
+            return self._loaded or {}
+        return self._herd.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a checkpoint, as soon as the model and the loader are there."""
+        if self._herd is not None and state_dict:  # a strategy that restores after it was set up
+            self._herd.load_state_dict(state_dict)
+        else:
+            self._loaded = dict(state_dict) or None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -7,7 +7,6 @@ followed (`ordering.batches`) tells the sampler which batch the loop has receive
 """
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -122,57 +121,6 @@ class HerdOwner:
         """Give all ranks equal weights, if they take local steps."""
         if self._settings.local is not None and self._herd is not None:
             self._herd.sync()
-
-
-class HerdCallbackBase(HerdOwner):
-    """What callbacks of all frameworks share: a herd, and its state in a checkpoint."""
-
-    def __init__(
-        self,
-        order: str | Policy | None = None,
-        *,
-        log_rows: bool = False,
-        **settings: Any,
-    ) -> None:
-        """Note the settings; nothing happens before `Trainer.fit`.
-
-        Args:
-            order: Order of the training examples, such as "cd-grab"; None keeps the loader's.
-            log_rows: Whether to log norms of gradients, noise scale and herding bound as well.
-            **settings: unit, sparsify, local, rows and seed, as in `HerdSettings`.
-        """
-        self._settings = HerdSettings(order=order, **settings)
-        self._log_rows = log_rows
-        self._loaded: dict[str, Any] | None = None  # waits for the herd
-
-    def _attach(
-        self,
-        model: nn.Module,
-        sampler: OrderedSampler | None,
-        scaler: GradScaler | None,
-        optimizers: Sequence[Any] = (),
-    ) -> bool:
-        """Attach, and continue from a checkpoint if one was loaded, which is returned."""
-        if self._settings.local is not None and len(optimizers) != 1:
-            raise ValueError(f"local steps need one optimizer, got {len(optimizers)}")
-        self._herd = self._settings.attach(model, sampler, scaler, *optimizers[:1])
-        loaded, self._loaded = self._loaded, None
-        if loaded is not None:
-            self._herd.load_state_dict(loaded)
-        return loaded is not None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state of the herd; frameworks ask on all ranks and save rank 0's."""
-        if self._herd is None:
-            return self._loaded or {}
-        return self._herd.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a checkpoint, as soon as the model and the loader are there."""
-        if self._herd is not None and state_dict:  # a strategy that restores after it was set up
-            self._herd.load_state_dict(state_dict)
-        else:
-            self._loaded = dict(state_dict) or None
 
 
 def check_loader(loader: Any) -> None:
