@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from gradherd.sparsify.local import LocalSteps as LocalSteps
     from gradherd.sparsify.partitioned import ExDyna as ExDyna
     from gradherd.sparsify.partitioned import Micro as Micro
-    from gradherd.sparsify.partitioned import Online as Online
     from gradherd.sparsify.registry import SPARSIFIERS as SPARSIFIERS
     from gradherd.sparsify.settings import Sparsify as Sparsify
 

@@ -42,10 +42,8 @@ def test_gradients_cleared_on_some_ranks_only_are_named(tmp_path):
 
 
 def test_a_group_that_chose_its_backends_is_asked_for_that_of_the_device():
-    for rank, (named, joined, rows) in enumerate(run_ranks(work.without_a_backend, 2)):
+    for named, rows in run_ranks(work.without_a_backend, 2):
         assert named == "undefined"
-        assert joined.value.tolist() == [0.0, 0.0, 1.0, 2.0]
-        assert joined.bytes == 4 * (1, 3)[rank]  # not padded to equal lengths
         assert rows.value.tolist() == [[0.0, 0.0], [1.0, 1.0]]
 
 

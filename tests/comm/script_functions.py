@@ -3,12 +3,11 @@
 import torch
 import torch.distributed as dist
 
-from gradherd.comm.collectives import all_gather_uneven, send_recv
-from gradherd.comm.script import AllGather, AllGatherUneven, AllToAll, run
+from gradherd.comm.collectives import all_gather, send_recv
+from gradherd.comm.script import AllGather, AllToAll, run
 from gradherd.comm.world import World
 from studies.methods.cltk import Broadcast
 from studies.methods.gtopk import SendRecv
-from tests.comm.rank_functions import error_of
 
 KINDS = {
     "float32": torch.float32,
@@ -34,21 +33,6 @@ def all_gathers(rank, size):
     results.append((yield AllGather(values(rank, 4, 3).T)))  # strided
     results.append((yield AllGather(values(rank, 9)[::2])))
     results.append((yield AllGather(values(rank, 0))))
-    return results
-
-
-def lengths(size, step):
-    """Return the lengths of the ranks' tensors; some are zero, in step 0 all are."""
-    return [step * (rank + step) % 4 for rank in range(size)]
-
-
-def uneven_all_gathers(rank, size):
-    results = []
-    for step in range(6):
-        for kind in KINDS.values():
-            sizes = lengths(size, step)
-            own = values(rank, 2 * sizes[rank], kind=kind)[::2]  # strided
-            results.append((yield AllGatherUneven(own, sizes)))
     return results
 
 
@@ -99,7 +83,9 @@ def mixed(rank, size):
     """Let requests depend on earlier results, as the real scripts do."""
     counts = yield AllGather(torch.tensor([rank + 1]))
     sizes = counts[:, 0].tolist()
-    joined = yield AllGatherUneven(values(rank, sizes[rank]), sizes)
+    own = torch.nn.functional.pad(values(rank, sizes[rank]), (0, max(sizes) - sizes[rank]))
+    rows = yield AllGather(own)
+    joined = torch.cat([row[:count] for row, count in zip(rows, sizes, strict=True)])
     share = -(-len(joined) // size)
     padded = joined.new_zeros(share * size)
     padded[: len(joined)] = joined * (rank + 1)
@@ -107,10 +93,7 @@ def mixed(rank, size):
     return [joined, (yield AllGather(rows.sum(0)))]
 
 
-SCRIPTS = {
-    f.__name__: f
-    for f in (all_gathers, uneven_all_gathers, all_to_alls, broadcasts, send_recvs, mixed)
-}
+SCRIPTS = {f.__name__: f for f in (all_gathers, all_to_alls, broadcasts, send_recvs, mixed)}
 
 
 def run_all():
@@ -130,16 +113,12 @@ def run_one_that_fails(bad):
     return run(fails(world.rank, bad), world)
 
 
-def uneven_in_a_subgroup():
+def in_a_subgroup():
     group = dist.new_group([1, 3])
     if dist.get_rank() not in (1, 3):
         return None
     world = World(rank=dist.get_rank(group), size=2, group=group)
-    own = torch.full((world.rank + 1,), float(dist.get_rank()))
+    own = torch.full((2,), float(dist.get_rank()))
     other = 1 - world.rank
     received = send_recv(torch.tensor([dist.get_rank()]), other, other, world)
-    return (
-        all_gather_uneven(own, [1, 2], world).value.tolist(),
-        received.tolist(),
-        error_of(all_gather_uneven, own, [5, 5], world),
-    )
+    return all_gather(own, world).value.tolist(), received.tolist()

@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from gradherd.comm.collectives import all_gather_uneven
 from gradherd.comm.script import (
     AllGather,
-    AllGatherUneven,
     AllToAll,
     run,
     run_together,
@@ -58,29 +56,6 @@ def test_an_all_gather_stacks(size):
         expected.append(torch.zeros(size, 0))
         assert all(same(a, b) for a, b in zip(result.value, expected, strict=True))
         assert result.bytes == (6 * sum(ITEM) + 8 + 12 * 4 + 5 * 4) * (size - 1)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_an_uneven_all_gather_concatenates(size):
-    for rank, result in enumerate(together("uneven_all_gathers", size)):
-        expected, sent = [], 0
-        for step in range(6):
-            sizes = script_functions.lengths(size, step)
-            for kind, item in zip(script_functions.KINDS.values(), ITEM, strict=True):
-                parts = [
-                    script_functions.values(r, 2 * n, kind=kind)[::2] for r, n in enumerate(sizes)
-                ]
-                expected.append(torch.cat(parts))
-                sent += sizes[rank] * item * (size - 1)
-        assert all(same(a, b) for a, b in zip(result.value, expected, strict=True))
-        assert result.bytes == sent
-
-
-def test_lengths_of_zero_are_among_those_tried():
-    tried = [script_functions.lengths(4, step) for step in range(6)]
-    assert tried[0] == [0, 0, 0, 0]
-    assert any(0 in sizes and sum(sizes) for sizes in tried)
-    assert any(len(set(sizes)) > 2 for sizes in tried)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -156,7 +131,7 @@ ONE = torch.zeros(1)
         (
             [
                 requesting(AllGather(ONE), SendRecv()),
-                requesting(AllGather(ONE), AllGatherUneven(ONE, [1, 1])),
+                requesting(AllGather(ONE), AllToAll(ONE)),
             ],
             0,
             ["SendRecv"],
@@ -201,28 +176,8 @@ def test_scripts_that_request_nothing_return_at_once():
     assert tuple(run(requesting(), World(rank=3, size=4))) == ([], 0)
 
 
-@pytest.mark.parametrize(
-    ("rank", "sizes"), [(0, [2, 1]), (1, [3, 1]), (0, [3]), (0, [3, 1, 1]), (0, [])], ids=str
-)
-def test_an_uneven_all_gather_wants_the_right_lengths(rank, sizes):
-    # Raised before the group is used: there is none in this process.
-    with pytest.raises(ValueError) as caught:
-        all_gather_uneven(torch.zeros(3), sizes, World(rank=rank, size=2))
-    assert "has 3 elements" in str(caught.value)
-    assert str(sizes) in str(caught.value)
-
-
-def test_an_uneven_all_gather_of_one_rank_checks_too():
-    value, sent = all_gather_uneven(torch.arange(3), [3], World.single())
-    assert (value.tolist(), sent) == ([0, 1, 2], 0)
-    with pytest.raises(ValueError, match=r"has 3 elements, got \[4\]"):
-        all_gather_uneven(torch.arange(3), [4], World.single())
-
-
 def test_a_group_counts_its_own_ranks():
-    results = run_ranks(script_functions.uneven_in_a_subgroup, 4)
+    results = run_ranks(script_functions.in_a_subgroup, 4)
     assert results[0] is None and results[2] is None
     for me, other in ((1, 3), (3, 1)):
-        joined, received, error = results[me]
-        assert (joined, received) == ([1.0, 3.0, 3.0], [other])
-        assert error.startswith("ValueError: sizes must have")
+        assert results[me] == ([[1.0, 1.0], [3.0, 3.0]], [other])

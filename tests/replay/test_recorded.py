@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradherd import SPARSIFIERS, ExDyna, Online, Sparsify, TopK
+from gradherd import SPARSIFIERS, ExDyna, Sparsify, TopK
 from gradherd.cli.main import main
 from gradherd.ordering.registry import make_policy
 from gradherd.replay.recorded import load_vectors, random_vectors, replay_order, replay_sparsify
@@ -204,7 +204,7 @@ def test_consensus_has_the_wanted_density_from_the_first_step(kind):
 
 def test_the_others_show_what_they_are_known_for():
     gradients = stream(30, 4, 100_000, dtype=np.float32)
-    off, _ = figures(gradients, ExDyna(density=0.001, threshold=Online()))
+    off, _ = figures(gradients, ExDyna(density=0.001, threshold="online"))
     assert min(off) > 1  # A start that does not know the scale.
     off, _ = figures(gradients, TopK(density=0.001))
     assert 1.5 < np.mean(off) < 3  # Built up to near the number of workers.

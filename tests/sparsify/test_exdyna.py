@@ -14,7 +14,7 @@ import torch
 
 from gradherd.comm.script import run_together
 from gradherd.sparsify.consensus import leading_bits, smallest_magnitude
-from gradherd.sparsify.partitioned import ExDyna, Micro, Online
+from gradherd.sparsify.partitioned import ExDyna, Micro
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 from gradherd.sparsify.worker import Worker
@@ -138,16 +138,6 @@ def test_the_online_form_is_that_of_the_reference(dim, size, scale, rotate):
             for (r, _, own), n in zip(world.selections, counts, strict=True)
         )
     assert forced > 0 or scale == 1.0
-
-
-def test_the_online_form_takes_constants_of_ones_own():
-    rule = Online(band=1.5, fast_up=1.5, slow_up=1.2, slow_down=0.8, fast_down=0.5)
-    world = World(ExDyna(0.1, threshold=rule, balance="none"), 400, 2)
-    threshold = rule.first(40)
-    for step in range(12):
-        chosen = world.step(normal(step, 2, 400)).selection
-        assert chosen.threshold == threshold
-        threshold = rule.following(threshold, sum(chosen.counts), 40)
 
 
 def test_the_threshold_does_not_depend_on_the_number_of_workers():

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from gradherd.sparsify.partitioned import ExDyna, Micro, Online
+from gradherd.sparsify.partitioned import ExDyna, Micro
 from gradherd.sparsify.registry import SPARSIFIERS, make_sparsifier
 from gradherd.sparsify.selector import target_count
 from gradherd.sparsify.settings import Sparsify
@@ -69,17 +69,6 @@ def test_every_other_setting_of_every_method(name, field, value):
         (ExDyna, {"memory": 1.0}),
         (ExDyna, {"memory": -0.1}),
         (Micro, {"threshold": "median"}),
-        (Online, {"band": 0.9}),
-        (Online, {"band": math.nan}),
-        (Online, {"fast_up": 1.001}),
-        (Online, {"slow_up": 0.99}),
-        (Online, {"slow_up": 1.1}),
-        (Online, {"slow_down": 1.1}),
-        (Online, {"slow_down": 0.9}),
-        (Online, {"fast_down": 0.0}),
-        (Online, {"fast_down": -0.5}),
-        (Online, {"fast_down": 0.999}),
-        (Online, {"fast_up": math.nan}),
     ],
     ids=str,
 )

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from gradherd import ExDyna, Micro, TopK
-from gradherd.sparsify.partitioned import Online
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 from tests.gpu import only_gpu
@@ -74,7 +73,7 @@ def test_one_agrees_for_all(name, size):
     [
         ExDyna(0.01, threshold="online", balance="diffusive"),
         ExDyna(0.02, rotate=False, capacity=math.inf),
-        Micro(0.01, threshold=Online(band=2)),
+        Micro(0.01, threshold="online"),
         Micro(0.3),
     ],
 )

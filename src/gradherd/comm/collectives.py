@@ -14,7 +14,6 @@ A world of one rank sends nothing and needs no process group.
 Shapes: R ranks.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -165,45 +164,11 @@ def all_gather_start(
         return PendingCollective(out, 0)
     sent = all_gather_bytes(tensor, world.size)
     if world.backend(tensor.device) == "gloo" and tensor.numel() and out.is_contiguous():
-        sizes = [tensor.numel()] * world.size
-        works = _gather_over_gloo(tensor.reshape(-1), sizes, out.view(-1), world)
+        works = _gather_over_gloo(tensor.reshape(-1), out.view(world.size, -1), world)
         return PendingCollective(out, sent, works)
     # Flat views: gloo requires as many dimensions in the output as in the input, and at least one.
     work = _gather_into(out.view(-1), tensor.reshape(-1), group=world.group, async_op=True)
     return PendingCollective(out, sent, (work,))
-
-
-def all_gather_uneven(tensor: Tensor, sizes: Sequence[int], world: World) -> CollectiveResult:
-    """Concatenate the (n_r,) tensors of all ranks, in their order: (sum of n_r,).
-
-    gloo sends messages of exactly these lengths; other backends gather rows padded with zeros.
-
-    Args:
-        tensor: (n_r,) tensor of this rank.
-        sizes: n_r of every rank; all ranks must know all of them.
-        world: The ranks that take part.
-
-    Raises:
-        ValueError: `sizes` does not fit the world or the tensor.
-    """
-    if len(sizes) != world.size or len(tensor) != sizes[world.rank]:
-        raise ValueError(
-            f"sizes must have one entry for each of {world.size} ranks and agree with the tensor "
-            f"of rank {world.rank}, which has {len(tensor)} elements, got {list(sizes)}"
-        )
-    if world.size == 1:
-        return CollectiveResult(tensor, 0)
-    if world.backend(tensor.device) == "gloo":
-        out, sent = tensor.new_empty(sum(sizes)), all_gather_bytes(tensor, world.size)
-        works = _gather_over_gloo(tensor.contiguous(), sizes, out, world)
-        return PendingCollective(out, sent, works).finished()
-    # One tensor of equal rows is gathered in one call; of rows of different lengths, nccl would
-    # broadcast each. The padding is sent, so its bytes count; zeros, so that they are the same.
-    padded = tensor.new_zeros(max(sizes))
-    padded[: len(tensor)] = tensor
-    rows, sent = all_gather(padded, world)
-    joined = torch.cat([row[:size] for row, size in zip(rows, sizes, strict=True)])
-    return CollectiveResult(joined, sent)
 
 
 def all_to_all(tensor: Tensor, world: World) -> CollectiveResult:
@@ -277,34 +242,24 @@ def send_recv(tensor: Tensor, dst: int, src: int, world: World) -> Tensor:
     return received
 
 
-def _gather_over_gloo(
-    message: Tensor, sizes: Sequence[int], out: Tensor, world: World
-) -> tuple[dist.Work, ...]:
-    """Start to send `message` to every rank and to receive theirs, of `sizes` elements, in `out`.
+def _gather_over_gloo(message: Tensor, out: Tensor, world: World) -> tuple[dist.Work, ...]:
+    """Start to send a (n,) message to every rank and to receive theirs in `out` (R, n).
 
     gloo's own all-gather goes round a ring and through a buffer, and takes half as long again.
     """
-    # All ranks must take the same way, so the longest message decides.
-    if max(sizes) * message.element_size() * world.size <= _COPIED_BYTES:
+    if nbytes(out) <= _COPIED_BYTES:
         # To gather is to send everybody the same.
-        own = [len(message)] * world.size
-        # Equal parts are not named: gloo's all-to-all of those needs no tables of lengths.
-        theirs, own_parts = (None, None) if own == list(sizes) else (list(sizes), own)
-        copies = message.repeat(world.size)
-        return (_all_to_all(out, copies, theirs, own_parts, group=world.group),)
-    outputs = out.split(list(sizes))
+        return (_all_to_all(out.view(-1), message.repeat(world.size), group=world.group),)
     works: list[dist.Work | None] = []  # None: this process is outside of the group
     # Each rank starts with its own neighbour, so that no rank is everybody's first peer.
     for distance in range(1, world.size):
         peer = (world.rank - distance) % world.size
-        # Both sides know all lengths, so both leave out an empty message.
-        if sizes[peer]:
-            works.append(dist.irecv(outputs[peer], group=world.group, group_src=peer, tag=_TAG))
+        works.append(dist.irecv(out[peer], group=world.group, group_src=peer, tag=_TAG))
     # After all receives: a gloo send is held up until its peer has posted the receive.
-    for distance in range(1, world.size if len(message) else 1):
+    for distance in range(1, world.size):
         peer = (world.rank + distance) % world.size
         works.append(dist.isend(message, group=world.group, group_dst=peer, tag=_TAG))
     # An all-gather in place has its own shard in `out` already.
-    if outputs[world.rank].data_ptr() != message.data_ptr():
-        outputs[world.rank].copy_(message)
+    if out[world.rank].data_ptr() != message.data_ptr():
+        out[world.rank].copy_(message)
     return tuple(work for work in works if work is not None)

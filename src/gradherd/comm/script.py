@@ -80,30 +80,6 @@ class AllGather(Request):
 
 
 @dataclass(frozen=True)
-class AllGatherUneven(Request):
-    """Concatenate the (n_r,) tensors of all ranks: results in (sum of `sizes`,).
-
-    All ranks know all lengths beforehand, so nothing is padded.
-    """
-
-    tensor: Tensor
-    sizes: Sequence[int]
-
-    def start(self, world: World) -> PendingCollective:
-        """Gather."""
-        return PendingCollective(*collectives.all_gather_uneven(self.tensor, self.sizes, world))
-
-    @staticmethod
-    def answer_all(requests: Sequence["AllGatherUneven"]) -> list[ScriptResult]:
-        """Concatenate, as gloo does it, without padding; nccl would send more."""
-        tensors, size = [request.tensor for request in requests], len(requests)
-        lengths = [len(tensor) for tensor in tensors]
-        check_equal([list(request.sizes) for request in requests] + [lengths], "lengths")
-        joined = torch.cat(tensors)
-        return [ScriptResult(joined, collectives.all_gather_bytes(t, size)) for t in tensors]
-
-
-@dataclass(frozen=True)
 class AllReduceSmall(Request):
     """Sum a small tensor over all ranks: results in a tensor of its shape, equal on all ranks.
 

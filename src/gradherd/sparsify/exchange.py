@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from gradherd.comm.script import AllGather, AllGatherUneven, Script, check_script
+from gradherd.comm.script import AllGather, Script, check_script
 from gradherd.sparsify.message_sizes import index_bytes, index_formats
 from gradherd.sparsify.packing import pack_indices, unpack_indices
 from gradherd.sparsify.selector import Proposal, Selection, Selector, Step, StepContext
@@ -133,8 +134,8 @@ def gather_indices(
     """Concatenate the indices that all workers selected.
 
     They are sent as int32, as offsets in pages with a count for each page, or as a bitmap
-    (`packing`), whichever is smallest. All workers know `counts` and `spans`, so they agree on the
-    format without a flag.
+    (`packing`), whichever is smallest, padded to the longest message. All workers know `counts` and
+    `spans`, so they agree on the format without a flag.
 
     Args:
         own: (K_r,) int64 indices of this worker, without repeats. They are sorted here: values
@@ -156,15 +157,13 @@ def gather_indices(
     formats = {
         bits: [index_bytes(*one, bits) for one in both] for bits in index_formats(context.compact)
     }
-    bits, sizes = min(formats.items(), key=lambda one: sum(one[1]))
-    if bits == 32:
-        # `Worker` refuses vectors whose coordinates do not fit int32.
-        joined: Tensor = yield AllGatherUneven(own.int(), counts)
-        return joined.long()
-    # As bytes, because collectives do not support uint16.
-    packed: Tensor = yield AllGatherUneven(pack_indices(own, spans[context.rank], bits), sizes)
-    parts = zip(torch.split(packed, sizes), counts, spans, strict=True)
-    return torch.cat([unpack_indices(part, count, span, bits) for part, count, span in parts])
+    bits, sizes = min(formats.items(), key=lambda one: max(one[1]))
+    packed = pack_indices(own, spans[context.rank], bits)
+    rows: Tensor = yield AllGather(F.pad(packed, (0, max(sizes) - len(packed))))
+    parts = zip(rows, sizes, counts, spans, strict=True)
+    return torch.cat(
+        [unpack_indices(row[:size], count, span, bits) for row, size, count, span in parts]
+    )
 
 
 def gather_union(

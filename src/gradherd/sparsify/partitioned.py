@@ -2,7 +2,7 @@
 
 Each worker selects within a partition of its own, so no coordinate is selected twice and selections
 do not build up. Partitions rotate, so that every worker searches every part of the vector in turn.
-The threshold is agreed on in each step (`consensus`), or follows the papers' rule (`Online`).
+The threshold is agreed on in each step (`consensus`), or is that of the papers (`next_threshold`).
 
 ExDyna: Yoon and Oh, "Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed
 Deep Learning", CCGrid 2024, arXiv:2402.13781. Partitions are runs of blocks whose borders move
@@ -39,54 +39,34 @@ from gradherd.sparsify.selector import Proposal, Selection, Selector, Step, chec
 Balance = Literal["recut", "diffusive", "none"]
 
 
-@dataclass(frozen=True)
-class Online:
-    """Move the threshold by a small factor after each step (ExDyna and MiCRO as published).
+ThresholdRule = Literal["consensus", "online"]
 
-    The constants are those of the published code (arXiv:2402.13781, arXiv:2310.00967). There
-    `slow_down` cannot be reached, because the ratio is compared with 0: within the band the
-    threshold only rises. This rule compares with 1.
 
-    >>> rule = Online()
-    >>> [round(rule.following(1.0, count, k=100), 5) for count in (120, 105, 95, 50)]
+def first_threshold(k: int) -> float:
+    """Return the online threshold of the first step: 1 / (2 sqrt k), regardless of the gradients.
+
+    It is the hard threshold of Sahu et al., arXiv:2108.00951. It ignores the scale of the
+    gradients, which is why settling may take hundreds of steps.
+    """
+    return 1 / (2 * math.sqrt(k))
+
+
+def next_threshold(threshold: float, selected: int, k: int) -> float:
+    """Return the online threshold after a step that selected `selected` coordinates.
+
+    It moves by a small factor, less so if the count is within a tenth of the target. The constants
+    are those of the published code. There the third case cannot be reached, because the ratio is
+    compared with 0: within the band the threshold only rises. This rule compares with 1.
+
+    >>> [round(next_threshold(1.0, count, k=100), 5) for count in (120, 105, 95, 50)]
     [1.005, 1.00125, 0.9987, 0.995]
     """
-
-    band: float = 1.1
-    """Counts within this factor of the target are near it."""
-    fast_up: float = 1.005
-    """Factor if far too many were selected."""
-    slow_up: float = 1.00125
-    """Factor if slightly too many were selected."""
-    slow_down: float = 0.9987
-    """Factor if slightly too few were selected, or exactly as many as wanted."""
-    fast_down: float = 0.995
-    """Factor if far too few were selected."""
-
-    def __post_init__(self) -> None:
-        check_in("[1, inf]", band=self.band)
-        if not self.fast_up >= self.slow_up >= 1 >= self.slow_down >= self.fast_down > 0:
-            raise ValueError(f"factors must fall from fast_up to fast_down around 1, got {self}")
-
-    def first(self, k: int) -> float:
-        """Return the threshold of the first step: 1 / (2 sqrt k), regardless of the gradients."""
-        # The hard threshold of Sahu et al., arXiv:2108.00951. It ignores the scale of the
-        # gradients, which is why settling may take hundreds of steps.
-        return 1 / (2 * math.sqrt(k))
-
-    def following(self, threshold: float, selected: int, k: int) -> float:
-        """Return the threshold after a step that selected `selected` coordinates."""
-        ratio = selected / k
-        if ratio > self.band:
-            return threshold * self.fast_up
-        if ratio > 1:
-            return threshold * self.slow_up
-        if ratio > 1 / self.band:
-            return threshold * self.slow_down
-        return threshold * self.fast_down
-
-
-ThresholdRule = Literal["consensus", "online"] | Online
+    ratio = selected / k
+    if ratio > 1.1:
+        return threshold * 1.005
+    if ratio > 1:
+        return threshold * 1.00125
+    return threshold * (0.9987 if ratio > 1 / 1.1 else 0.995)
 
 
 @dataclass(frozen=True)
@@ -96,7 +76,7 @@ class Partitioned(Selector):
     density: float = DEFAULT_DENSITY
     """Share of the coordinates to send."""
     threshold: ThresholdRule = "consensus"
-    """"consensus", or the paper's rule: "online", or an `Online` with your own constants."""
+    """"consensus", or "online", the rule of the papers."""
     capacity: float = EXDYNA_CAPACITY
     """By consensus, no worker sends more than this many times its fair share; the rest stays in
     its residual."""
@@ -104,9 +84,7 @@ class Partitioned(Selector):
     def __post_init__(self) -> None:
         check_density(self.density)
         check_in("[1, inf]", capacity=self.capacity)
-        rule: object = self.threshold
-        if rule not in ("consensus", "online") and not isinstance(rule, Online):
-            raise ValueError(f"threshold must be consensus, online or an Online(...), got {rule!r}")
+        check_choice("threshold", self.threshold, "consensus", "online")
 
     @abstractmethod
     def rule(self, dim: int) -> PartitionRule:
@@ -152,7 +130,7 @@ class Partitioned(Selector):
         if step.k < step.dim:
             counts, threshold = headers[:, 0], self._start(step)
             indices = yield from gather_indices(own, counts.tolist(), plan.spans, step)
-            following = self._online.following(threshold, int(counts.sum()), step.k)
+            following = next_threshold(threshold, int(counts.sum()), step.k)
             state = replace(state, start=torch.tensor([following, 1.0], dtype=torch.float64))
         else:
             # The start stays: a step of a warm-up from density 1 says nothing about a threshold.
@@ -178,14 +156,10 @@ class Partitioned(Selector):
         chosen = accepted.indices.to(step.acc.device, non_blocking=True)
         return Selection(chosen, accepted.counts.tolist(), state, float(accepted.threshold))
 
-    @property
-    def _online(self) -> Online:
-        return self.threshold if isinstance(self.threshold, Online) else Online()
-
     def _start(self, step: Step) -> float:
         """Return where the search starts; 0 is nowhere yet."""
         start = float(step.state.start[0])
-        return start if start > 0 or self.threshold == "consensus" else self._online.first(step.k)
+        return start if start > 0 or self.threshold == "consensus" else first_threshold(step.k)
 
     def _plan(self, step: Step) -> "_PartitionPlan":
         rule, cuts = self.rule(step.dim), tuple(step.state.cuts.tolist())

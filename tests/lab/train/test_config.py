@@ -15,7 +15,6 @@ from gradherd.lab.train import config
 from gradherd.lab.train.config import RunConfig, plan_runs, run_settings
 from gradherd.lab.train.virtual_trainer import row_settings
 from gradherd.rows.settings import SketchRows
-from gradherd.sparsify.partitioned import Online
 from tests.lab.train.work import config_of, record
 
 EXDYNA = {"sparsify": "exdyna", "density": 0.1}
@@ -37,7 +36,6 @@ EXDYNA = {"sparsify": "exdyna", "density": 0.1}
         ({**EXDYNA, "method": {"odd": 1}}, "unknown setting 'odd' of exdyna; known are threshold"),
         ({**EXDYNA, "method": {"blocks": 0}}, "blocks must be at least 1, got 0"),
         ({**EXDYNA, "method": {"capacity": math.inf}}, "method must be a dict of JSON values"),
-        ({**EXDYNA, "method": {"threshold": Online()}}, "method must be a dict of JSON values"),
         ({**EXDYNA, "method": {"warmup": 9}}, "run with values, .*, clip, warmup_steps"),
         ({**EXDYNA, "method": {"momentum": "a"}}, "momentum must be a number, got 'a'"),
         (
