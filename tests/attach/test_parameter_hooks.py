@@ -107,3 +107,12 @@ def test_sparse_gradients_are_read_at_the_end(monkeypatch):
     source.remove_hooks()
     # Even an empty dict would make autograd call Python for every gradient.
     assert all(p._backward_hooks is None for p in model.parameters())
+
+
+def test_the_row_of_a_single_parameter_is_not_its_gradient(monkeypatch):
+    monkeypatch.setattr(row_sources, "AT_END_DEVICES", {"cpu"})
+    model = nn.Linear(3, 1, bias=False)
+    source = BatchGradientSource(model, None)
+    model(torch.ones(2, 3)).sum().backward()
+    assert source.take(2, 2.0).tolist() == [[1.0, 1.0, 1.0]]
+    assert model.weight.grad.tolist() == [[2.0, 2.0, 2.0]]

@@ -7,9 +7,8 @@ gradient of a whole batch, `ExampleRowSource` that of every example; `RowSource`
 Shapes: U units of a batch, D parameters, k columns of a row.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +20,15 @@ from gradherd.rows.capture import Capture
 from gradherd.rows.layer_plan import unwrap_model
 from gradherd.rows.row_check import LOOK_CLOSER
 from gradherd.rows.settings import BatchRows, ExactRows, RowSettings, SketchRows, TwoSidedRows
-from gradherd.rows.sketch import CountSketch, has_kernels
+from gradherd.rows.sketch import CountSketch
 from gradherd.rows.torch_names import call_after_backward, current_backward
-
-if TYPE_CHECKING:
-    from gradherd.rows.triton_sketches import GradientSketcher
 
 CHECK_FAILED = LOOK_CLOSER + 1
 """Stands for every parameter in the mask of a rank whose check raised an error."""
 # Elsewhere a copy for each parameter costs little, and adds without rounding.
 AT_END_DEVICES = {"cuda"}
+_MOST_COPIED = 1 << 26
+"""Elements of gradients that are copied side by side to be sketched, unless one has more."""
 
 
 class RowSource:
@@ -105,22 +103,6 @@ class RowSource:
         self._hooks.remove()
 
 
-def _sketcher_for(
-    parameters: list[nn.Parameter], sketch: SketchRows | None
-) -> "GradientSketcher | None":
-    """Return what sketches p.grad in place; None where there is no kernel for it, or no sketch."""
-    if sketch is None or not has_kernels(parameters[0].device):
-        return None
-    # Imported here: Triton is optional, and absent where there is no GPU.
-    from gradherd.rows import triton_sketches
-
-    if not triton_sketches.can_sketch(parameters):
-        return None
-    blocks = -(-sum(p.numel() for p in parameters) // sketch.size)
-    hashed = CountSketch(sketch.size, sketch.seed).hashes("", 0, blocks, parameters[0].device)
-    return triton_sketches.GradientSketcher(parameters, hashed)
-
-
 class BatchGradientSource(RowSource):
     """The gradient of a whole batch, or a count sketch of it."""
 
@@ -136,7 +118,6 @@ class BatchGradientSource(RowSource):
             and not fsdp_modules(model)
             and not any(p._post_accumulate_grad_hooks for p in self._parameters)
         )
-        self._sketcher = _sketcher_for(self._parameters, sketch) if self._at_end else None
         super().__init__(model)
         self._hooks.once = self._begin if self._at_end else None
         self._befores: dict[int, Tensor | None] = {}  # by backward
@@ -171,25 +152,44 @@ class BatchGradientSource(RowSource):
 
     def _grad_row(self) -> Tensor:
         """Return the gradients of all parameters as one row: (D,), or sketched (k,)."""
-        grads = [p.grad for p in self._parameters]
         with torch.no_grad():
-            if self._sketcher is not None:
-                return self._sketcher.sketch(grads)
-            parts = [
-                # The parameter itself stands in for a missing gradient, as it has the right length;
-                # its part is set to zero below.
-                p.detach() if grad is None else grad.to_dense() if grad.is_sparse else grad
-                for p, grad in zip(self._parameters, grads, strict=True)
-            ]
-            # One call: reshaping each of them from Python takes longer than copying. It copies in
-            # the logical order of elements, whatever the layout of a gradient is.
-            row = torch._C._nn.flatten_dense_tensors(parts).float()
-            for name, grad in zip(self._spec.names, grads, strict=True):
-                if grad is None:  # not used in this backward
-                    row[self._spec.slices[name]] = 0
-            if self._sketch is not None:
-                row = self._sketch.long(row)
+            if self._sketch is None:
+                flat = self._flat_grads(range(len(self._parameters)))
+                # A single gradient is not copied, and the row will be changed.
+                return flat.clone() if len(self._parameters) == 1 else flat
+            row, start = self._parameters[0].new_zeros(self._sketch.size, dtype=torch.float32), 0
+            for chunk in self._chunks():
+                part = self._flat_grads(chunk)
+                row += self._sketch.long(part, offset=start)
+                start += len(part)
             return row
+
+    def _chunks(self) -> Iterator[range]:
+        """Yield which parameters are copied together, in their order."""
+        begin = count = 0
+        for index, numel in enumerate(self._spec.numels):
+            if count and count + numel > _MOST_COPIED:
+                yield range(begin, index)
+                begin, count = index, 0
+            count += numel
+        yield range(begin, len(self._parameters))
+
+    def _flat_grads(self, chunk: range) -> Tensor:
+        """Return the gradients of some parameters as one vector; missing ones are zero."""
+        parts = []
+        for index in chunk:
+            p = self._parameters[index]
+            grad = p.new_zeros(()).expand(p.shape) if p.grad is None else p.grad
+            parts.append(grad.to_dense() if grad.is_sparse else grad)
+        # One call: reshaping each of them from Python takes longer than copying. It copies in the
+        # logical order of elements, whatever the layout of a gradient is.
+        flat: Tensor = torch._C._nn.flatten_dense_tensors(parts).float()
+        if len(flat) != sum(self._spec.numels[chunk.start : chunk.stop]):
+            raise RuntimeError(
+                "a gradient has another shape than its parameter had when it was attached: call "
+                "detach() and attach() again"
+            )
+        return flat
 
     def _arrived(self, name: str, grad: Tensor) -> None:
         dense = grad.to_dense() if grad.is_sparse else grad  # Embedding(sparse=True)

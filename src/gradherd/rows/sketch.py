@@ -140,11 +140,14 @@ class CountSketch:
         if not count:
             return vectors.new_zeros((*vectors.shape[:-1], k))
         shifts, block_signs, signs = self.hashes(name, first, count, device)
-        one_launch = vectors.dim() == 2 and vectors.dtype == torch.float32 and not lead
-        if one_launch and has_kernels(device) and vectors.stride(1) == 1:
-            from gradherd.rows import triton_sketches
+        one_launch = vectors.dim() < 3 and vectors.dtype == torch.float32
+        if one_launch and has_kernels(device) and vectors.stride(-1) == 1:
+            # Imported here: Triton is optional, and absent where there is no GPU.
+            from gradherd.rows.triton_sketches import sketch_vectors
 
-            return triton_sketches.sketch_columns(vectors, k, shifts, block_signs, signs)
+            table = vectors if vectors.dim() == 2 else vectors.unsqueeze(0)
+            found = sketch_vectors(table, lead, shifts, block_signs, signs)
+            return found if vectors.dim() == 2 else found[0]
         padded = F.pad(vectors, (lead, tail)) if lead or tail else vectors
         blocks = padded.reshape(*vectors.shape[:-1], count, k)
         signed = blocks * block_signs.to(vectors.dtype).unsqueeze(-1)
@@ -158,12 +161,14 @@ class CountSketch:
         source = (torch.arange(k, device=device) - shifts.unsqueeze(-1)) % k
         return signed.gather(-1, source.expand(signed.shape)).sum(-2)
 
-    def long(self, vector: Tensor) -> Tensor:
+    def long(self, vector: Tensor, *, offset: int = 0) -> Tensor:
         """Return the sketch (k,) of one long vector, with short temporaries."""
+        if has_kernels(vector.device):
+            return self(vector, offset=offset)
         total = vector.new_zeros(self.size)
         step = max(1, _MAX_TEMPORARY // self.size) * self.size  # whole blocks
         for lo in range(0, len(vector), step):
-            total += self(vector[lo : lo + step], offset=lo)
+            total += self(vector[lo : lo + step], offset=offset + lo)
         return total
 
     def hashes(
