@@ -55,8 +55,6 @@ KERNEL_DEVICES = {"cuda"}
 """Where kernels run; tests add the CPU, on which Triton interprets them."""
 # Vectors of one message between ranks that hold columns: more would send more products than rows.
 _SHARED_BLOCK = 32
-# From this many streams on, one step of all streams together costs less than their blocks.
-_MANY_STREAMS = 8
 # Up to this many columns numpy's lower call overhead wins; beyond, its products start threads,
 # which the ranks of one machine would fight over.
 _NUMPY_COLUMNS = 10_000
@@ -121,8 +119,6 @@ def sequential(given: Unsigned) -> Signed:
     vectors, running, rule, draws, carry = given
     streams, count, columns = vectors.shape
     use_numpy = vectors.device.type == "cpu" and columns <= _NUMPY_COLUMNS
-    if use_numpy and streams >= _MANY_STREAMS:
-        return _sequential_streams(given)
     signs = np.zeros((streams, count), dtype=np.int8)
     running, carry = running.clone(), carry.copy()
     for w in range(streams):
@@ -133,38 +129,6 @@ def sequential(given: Unsigned) -> Signed:
         with np.errstate(invalid="ignore", over="ignore"):  # non-finite vectors are left out
             signs[w], carry[:, w] = _sequential_stream(z, total, rule, draws[w], carry[:, w])
     return Signed(torch.from_numpy(signs), running, carry)
-
-
-def _sequential_streams(given: Unsigned) -> Signed:
-    """Advance all streams by one vector at a time: for many streams of few columns.
-
-    numpy's call overhead is then paid once per step, not once per stream.
-    """
-    vectors, running, rule, draws, carry = given
-    z, total = vectors.numpy(), running.numpy().copy()
-    scratch = np.empty_like(total)
-    signs = np.zeros(z.shape[:2], dtype=np.int8)
-    square = np.zeros(len(z))  # stays zero for a rule that does not use norms
-    for p in range(z.shape[1]):
-        vector = z[:, p]
-        with np.errstate(invalid="ignore", over="ignore"):  # checked below
-            # Accumulated in float64, in which rules decide.
-            inner = np.multiply(total, vector, out=scratch).sum(1, dtype=np.float64)
-            if rule.randomized:
-                square = np.multiply(vector, vector, out=scratch).sum(1, dtype=np.float64)
-            plus, next_carry = rule.decide(inner, square, draws[:, p], carry)
-            # One check for all streams; which of them it is matters only in the rare case.
-            all_finite = math.isfinite((inner + square).sum())
-        if all_finite:
-            carry = next_carry
-            signs[:, p] = 2 * plus - 1
-        else:  # Leave out the streams whose vector is not finite.
-            finite = np.isfinite(inner) & np.isfinite(square)
-            carry = np.where(finite, next_carry, carry)
-            signs[:, p] = (2 * plus - 1) * finite
-            vector = np.where(finite[:, np.newaxis], vector, 0)
-        total += np.multiply(vector, signs[:, p, np.newaxis], out=scratch)
-    return Signed(torch.from_numpy(signs), torch.from_numpy(total), carry)
 
 
 def _sequential_stream(
@@ -243,7 +207,7 @@ def blocks(
         signs[:, span] = block_signs * finite
         taken = torch.from_numpy(signs[:, span]).to(z.device)
         if fast := fast_form(z, running):
-            fast.add_signed(z, taken.contiguous(), running, running)
+            fast.add_signed(z, taken.contiguous(), running)
         else:
             running.unsqueeze(1).baddbmm_(taken.to(z.dtype).unsqueeze(1), z)
     return Signed(torch.from_numpy(signs), running, carry)

@@ -27,7 +27,7 @@ from gradherd.gpu import launch
 _BLOCK, _UNROLL = 1024, 8
 # Rows of single examples are short. Fewer, longer ranges then leave fewer partial sums to add, and
 # smaller blocks of columns use more multiprocessors.
-_LEAST_SPAN, _COMMIT_BLOCK = 256, 256
+_LEAST_SPAN, _SHORT_BLOCK = 256, 256
 
 
 class _LaunchShape(NamedTuple):
@@ -139,56 +139,34 @@ def _greedy_kernel(products, signs, stride, count, P: tl.constexpr):
 
 @triton.jit
 def _sum_kernel(
-    z, signs, running, out, stream, row, run_stream, out_stream, first, columns, count,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr, MASKED: tl.constexpr,
+    z, signs, running, mean, total, stream, row, sign_stream, run_stream, columns, count,
+    BLOCK: tl.constexpr, UNROLL: tl.constexpr, TOTAL: tl.constexpr,
 ):  # fmt: skip
-    """Write running + Z^T.signs to `out`, for one block of columns of one stream."""
-    w = tl.program_id(1).to(tl.int64)
-    at = (first + tl.program_id(0)).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    z += w * stream
-    running += w * run_stream
-    total = tl.load(running + at, mask=at < columns) if MASKED else tl.load(running + at)
-    offset = w * 0
-    for p in range(0, count, UNROLL):
-        for q in tl.static_range(UNROLL):  # so that several loads overlap
-            sign = tl.load(signs + w * count + p + q, mask=p + q < count, other=0).to(tl.int32)
-            # In place of a vector that is left out (or beyond the last) the first one is loaded,
-            # and not added: an address that is always valid, so the load needs no mask.
-            source = z + tl.where(sign != 0, offset, 0) + at
-            x = tl.load(source, mask=at < columns) if MASKED else tl.load(source)
-            total = tl.where(sign > 0, total + x, tl.where(sign < 0, total - x, total))
-            offset += row
-    if MASKED:
-        tl.store(out + w * out_stream + at, total, mask=at < columns)
-    else:
-        tl.store(out + w * out_stream + at, total)
-
-
-@triton.jit
-def _commit_kernel(
-    z, signs, mean, running, total, stream, row, sign_stream, columns, count,
-    BLOCK: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    """Add signed vectors to `running`, and vectors plus mean to `total`, for some columns."""
+    """Add signed vectors to `running`, and if TOTAL vectors plus mean to `total`, some columns."""
     w = tl.program_id(1).to(tl.int64)
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
     z += w * stream
-    m = tl.load(mean + w * columns + at, mask=inside, other=0.0)
-    signed = tl.load(running + w * columns + at, mask=inside, other=0.0)
-    plain = tl.load(total + w * columns + at, mask=inside, other=0.0)
+    running += w * run_stream
+    signed = tl.load(running + at, mask=inside, other=0.0)
+    if TOTAL:
+        m = tl.load(mean + w * columns + at, mask=inside, other=0.0)
+        plain = tl.load(total + w * columns + at, mask=inside, other=0.0)
     offset = w * 0
     for p in range(0, count, UNROLL):
         for q in tl.static_range(UNROLL):  # so that several loads overlap
             sign = tl.load(signs + w * sign_stream + p + q, mask=p + q < count, other=0)
             sign = sign.to(tl.int32)
-            # As in `_sum_kernel`: the first vector in place of one that is left out.
+            # In place of a vector that is left out (or beyond the last) the first one is loaded,
+            # and not added: its address is always valid.
             x = tl.load(z + tl.where(sign != 0, offset, 0) + at, mask=inside, other=0.0)
             signed = tl.where(sign > 0, signed + x, tl.where(sign < 0, signed - x, signed))
-            plain = tl.where(sign != 0, plain + (x + m), plain)
+            if TOTAL:
+                plain = tl.where(sign != 0, plain + (x + m), plain)
             offset += row
-    tl.store(running + w * columns + at, signed, mask=inside)
-    tl.store(total + w * columns + at, plain, mask=inside)
+    tl.store(running + at, signed, mask=inside)
+    if TOTAL:
+        tl.store(total + w * columns + at, plain, mask=inside)
 
 
 @cache
@@ -243,24 +221,20 @@ def _write_products(z: Tensor, running: Tensor, parts: Tensor, span: int) -> Non
     )  # fmt: skip
 
 
-def add_signed(z: Tensor, signs: Tensor, running: Tensor, out: Tensor) -> None:
-    """Write running + Z^T.signs to `out`.
+def add_signed(z: Tensor, signs: Tensor, running: Tensor) -> None:
+    """Add Z^T.signs to running sums, in place.
 
     Args:
         z: (W, P, D) float32, contiguous along D.
-        signs: (W, P) int8, contiguous.
-        running: (W, D) float32 sums before the block.
-        out: (W, D) float32; may be `running`.
+        signs: (W, P) int8, contiguous along P.
+        running: (W, D) float32, contiguous along D.
     """
     streams, count, columns = z.shape
-    whole, rest = divmod(columns, _BLOCK)
-    for first, blocks, masked in ((0, whole, False), (whole, int(rest > 0), True)):
-        if blocks:
-            launch(
-                _sum_kernel, (blocks, streams),
-                z, signs, running, out, z.stride(0), z.stride(1), running.stride(0), out.stride(0),
-                first, columns, count, BLOCK=_BLOCK, UNROLL=_UNROLL, MASKED=masked,
-            )  # fmt: skip
+    launch(
+        _sum_kernel, (triton.cdiv(columns, _BLOCK), streams),
+        z, signs, running, running, running, z.stride(0), z.stride(1), signs.stride(0),
+        running.stride(0), columns, count, BLOCK=_BLOCK, UNROLL=_UNROLL, TOTAL=False,
+    )  # fmt: skip
 
 
 class BlockMemory:
@@ -291,7 +265,7 @@ class BlockMemory:
             self._products, signs, signs.stride(0), count, P=_padded(count), num_warps=1,
         )  # fmt: skip
         launch(
-            _commit_kernel, (triton.cdiv(columns, _COMMIT_BLOCK), streams),
-            z, signs, mean, running, total, z.stride(0), z.stride(1), signs.stride(0),
-            columns, count, BLOCK=_COMMIT_BLOCK, UNROLL=_UNROLL,
+            _sum_kernel, (triton.cdiv(columns, _SHORT_BLOCK), streams),
+            z, signs, running, mean, total, z.stride(0), z.stride(1), signs.stride(0),
+            columns, columns, count, BLOCK=_SHORT_BLOCK, UNROLL=_UNROLL, TOTAL=True,
         )  # fmt: skip
