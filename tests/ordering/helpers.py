@@ -43,6 +43,11 @@ def make(name, sizes, rule="greedy", seed=0, start="identity"):
     return Ordering(make_policy(name, rule), sizes, seed=seed, start=start)
 
 
+def begun(rule, streams, total, epoch):
+    """(C, W) what a rule carries at the start of an epoch."""
+    return np.array([rule.start(total, epoch)] * streams, dtype=np.float64).T
+
+
 def lists(orders):
     return [order.tolist() for order in orders]
 

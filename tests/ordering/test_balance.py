@@ -14,7 +14,7 @@ from gradherd.ordering.balance import Unsigned, blocks, reorder, sum_over_shards
 from gradherd.ordering.policy import ShardedRows, SignState
 from gradherd.ordering.random import SeededRandom
 from tests.ordering import reference
-from tests.ordering.helpers import lists, make, same, visited, whole_vectors
+from tests.ordering.helpers import begun, lists, make, same, visited, whole_vectors
 
 LARGE = 65_536  # Columns from which the sequential form walks stream by stream.
 seeds = st.integers(0, 2**31)
@@ -94,7 +94,7 @@ def assert_same(found, expected):
 @settings(max_examples=20, deadline=None)
 def test_every_form_is_the_reference(form, seed, rule, streams, count, dim):
     vectors, running, draws = whole(seed, streams, count, dim)
-    found = FORMS[form](vectors, 0 * running, rule, draws, rule.start(streams, count, 4))
+    found = FORMS[form](vectors, 0 * running, rule, draws, begun(rule, streams, count, 4))
     for w in range(streams):
         slow = slow_rule(rule, max(1, count), 4)
         signs, total = reference.sign_stream(vectors[w].numpy(), slow, draws[w])
@@ -113,7 +113,7 @@ def test_every_form_is_the_reference(form, seed, rule, streams, count, dim):
 def test_blocks_equal_the_sequence_to_the_bit(seed, rule, streams, count, block):
     vectors, running, draws = whole(seed, streams, count, dim=4)
     # A start in the middle of an epoch: running sum and carry are not zero.
-    _, _, carry = sequential(vectors, running, rule, draws, rule.start(streams, 50, 1))
+    _, _, carry = sequential(vectors, running, rule, draws, begun(rule, streams, 50, 1))
     expected = sequential(vectors, running, rule, draws, carry)
     before = running.clone(), carry.copy()
     for form in (by_blocks(block), by_sharded_blocks(block), balance):
@@ -126,7 +126,7 @@ def test_blocks_equal_the_sequence_to_the_bit(seed, rule, streams, count, block)
 def test_blocks_give_the_signs_of_the_sequence_on_real_numbers(seed, rule, streams, block):
     draw = np.random.RandomState(seed)
     vectors = torch.from_numpy(draw.randn(streams, 60, 7))
-    start, carry = torch.zeros(streams, 7, dtype=torch.float64), rule.start(streams, 60, 0)
+    start, carry = torch.zeros(streams, 7, dtype=torch.float64), begun(rule, streams, 60, 0)
     draws = draw.uniform(-1, 1, (streams, 60))
     expected = sequential(vectors, start, rule, draws, carry)
     for form in (by_blocks(block), by_sharded_blocks(block)):
@@ -139,7 +139,7 @@ def test_blocks_give_the_signs_of_the_sequence_on_real_numbers(seed, rule, strea
 def test_many_columns_walk_stream_by_stream_with_the_same_result(name):
     rule = SIGN_RULES[name]()
     vectors, running, draws = whole(5, streams=2, count=8, dim=LARGE)
-    carry = rule.start(2, 8, 0)
+    carry = begun(rule, 2, 8, 0)
     expected = block_gram(vectors, running, rule, draws, carry)
     assert_same(sequential(vectors, running, rule, draws, carry), expected)
     assert_same(balance(vectors, running, rule, draws, carry), expected)
@@ -150,7 +150,7 @@ def test_many_columns_walk_stream_by_stream_with_the_same_result(name):
 @settings(max_examples=40, deadline=None)
 def test_greedy_sum_is_bounded_by_the_root_of_the_squares(seed, streams, count):
     vectors, running, draws = whole(seed, streams, count, dim=4)
-    signed = balance(vectors, 0 * running, Greedy(), draws, Greedy().start(streams, count, 0))
+    signed = balance(vectors, 0 * running, Greedy(), draws, begun(Greedy(), streams, count, 0))
     prefixes = (signed.signs.unsqueeze(-1) * vectors).cumsum(1)
     squares = vectors.square().sum(-1).cumsum(1)
     assert (prefixes.square().sum(-1) <= squares).all()
@@ -164,8 +164,8 @@ def test_greedy_sum_is_bounded_by_the_root_of_the_squares(seed, streams, count):
 def test_signs_do_not_depend_on_the_sign_of_everything(form, name, seed):
     rule = SIGN_RULES[name]()
     vectors, running, draws = whole(seed, 3, 12, 4)
-    plain = FORMS[form](vectors, running, rule, draws, rule.start(3, 12, 0))
-    negated = FORMS[form](-vectors, -running, rule, draws, rule.start(3, 12, 0))
+    plain = FORMS[form](vectors, running, rule, draws, begun(rule, 3, 12, 0))
+    negated = FORMS[form](-vectors, -running, rule, draws, begun(rule, 3, 12, 0))
     assert torch.equal(plain.signs, negated.signs)
     assert torch.equal(plain.running, -negated.running)
 
@@ -175,7 +175,7 @@ def check_left_out(form, rule, vectors, running, draws, bad):
     spoilt = vectors.clone()
     for (w, p), value in bad.items():
         spoilt[w, p, p % vectors.shape[-1]] = value
-    found = form(spoilt, running, rule, draws, rule.start(len(vectors), 30, 0))
+    found = form(spoilt, running, rule, draws, begun(rule, len(vectors), 30, 0))
     for w in range(len(vectors)):
         good = [p for p in range(vectors.shape[1]) if (w, p) not in bad]
         alone = form(
@@ -183,7 +183,7 @@ def check_left_out(form, rule, vectors, running, draws, bad):
             running[w : w + 1],
             rule,
             draws[w : w + 1, good],
-            rule.start(1, 30, 0),
+            begun(rule, 1, 30, 0),
         )
         assert found.signs[w, good].tolist() == alone.signs[0].tolist()
         assert [int(found.signs[w, p]) for v, p in bad if v == w] == [0] * sum(
@@ -220,7 +220,7 @@ def test_three_shards_sign_as_one(name, seed, streams, block):
     rule = SIGN_RULES[name]()
     vectors, running, draws = whole(seed, streams, 14, dim=7)
     vectors[0, 4, 6] = float("nan")  # In the last shard only; all must leave it out.
-    carry = rule.start(streams, 14, 0)
+    carry = begun(rule, streams, 14, 0)
     expected = block_gram(vectors, running, rule, draws, carry, block=block)
     cuts = [slice(0, 2), slice(2, 5), slice(5, 7)]
 

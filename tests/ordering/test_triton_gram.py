@@ -21,6 +21,7 @@ from gradherd.ordering.balance import (
 )
 from gradherd.ordering.sign_rules import Greedy, Kernel, Walk
 from tests.gpu import DEVICE, GPU, MARKS, only_gpu
+from tests.ordering.helpers import begun
 
 pytestmark = [
     *MARKS,
@@ -140,7 +141,7 @@ def test_every_rule_whole_and_sharded_on_a_gpu(rule):
     for form in (balance, sharded):
         results = []
         for device in ("cpu", "cuda"):
-            carry = rule.start(2, 70, 0)
+            carry = begun(rule, 2, 70, 0)
             start = running.to(device, copy=True)
             results.append(form(Unsigned(z.to(device), start, rule, draws, carry)))
         cpu, gpu = results

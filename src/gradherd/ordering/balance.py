@@ -38,7 +38,7 @@ from torch import Tensor
 from gradherd.comm.script import AllReduceSmall, Script, run
 from gradherd.comm.world import World
 from gradherd.gpu import has_triton
-from gradherd.ordering.sign_rules import Floats, Greedy, SignRule
+from gradherd.ordering.sign_rules import Carry, Floats, SignRule
 
 log = logging.getLogger("gradherd")
 
@@ -89,6 +89,7 @@ class Signed(NamedTuple):
 def balance(given: Unsigned) -> Signed:
     """Sign vectors with the form that is faster on their device.
 
+    >>> from gradherd.ordering.sign_rules import Greedy
     >>> vectors = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [0.0, 2.0]]])
     >>> start, nothing = torch.zeros(1, 2), np.empty((0, 1))
     >>> signed = balance(Unsigned(vectors, start, Greedy(), np.zeros((1, 3)), nothing))
@@ -136,12 +137,10 @@ def _sequential_stream(
     total: Tensor | FloatArray,
     rule: SignRule,
     draws: Floats,
-    carry: Floats,
-) -> tuple[SignArray, Floats]:
+    carry: Carry,
+) -> tuple[SignArray, Carry]:
     """Sign one stream of (P, D) vectors; add into `total` (D,) without temporaries."""
     signs = np.zeros(len(vectors), dtype=np.int8)
-    greedy = isinstance(rule, Greedy)
-    carry = carry[:, np.newaxis]
     for p, vector in enumerate(vectors):
         inner = float(total @ vector)
         # Norms cost another read of the vector: only if the rule uses them. Without them, a
@@ -149,19 +148,13 @@ def _sequential_stream(
         square = float(vector @ vector) if rule.randomized else 0.0
         if not math.isfinite(inner + square):
             continue
-        if greedy:  # the common case, without building arrays
-            plus = inner <= 0
-        else:
-            decided, carry = rule.decide(
-                np.array([inner]), np.array([square]), draws[p : p + 1], carry
-            )
-            plus = bool(decided[0])
+        plus, carry = rule.decide(inner, square, draws[p], carry)
         signs[p] = 1 if plus else -1
         if plus:
             total += vector
         else:
             total -= vector
-    return signs, carry[:, 0]
+    return signs, carry
 
 
 def block_gram(given: Unsigned, block: int = MOST) -> Signed:
@@ -309,32 +302,24 @@ def signs_from_products(
     Returns:
         (W, P) signs and the new carry.
 
+    >>> from gradherd.ordering.sign_rules import Greedy
     >>> inner, gram = np.array([[0.0, 0.0]]), np.array([[[1.0, 1.0], [1.0, 1.0]]])
     >>> signs_from_products(inner, gram, Greedy(), np.zeros((1, 2)), np.empty((0, 1)))[0]
     array([[ 1, -1]], dtype=int8)
     """
-    streams, count = inner.shape
-    if streams == 1 and isinstance(rule, Greedy):
-        return _greedy_recursion(inner[0], gram[0])[np.newaxis], carry
-    signs = np.empty((streams, count), dtype=np.int8)
-    for p in range(count):
-        plus, carry = rule.decide(inner[:, p], gram[:, p, p], draws[:, p], carry)
-        signs[:, p] = 2 * plus - 1
-        # Row p of G: how this vector changes the products of the later ones with the sum.
-        inner += signs[:, p, np.newaxis] * gram[:, p]
+    signs, carry = np.ones(inner.shape, dtype=np.int8), carry.copy()
+    for w, products in enumerate(inner):
+        own: Carry = carry[:, w]
+        for p, row in enumerate(gram[w]):
+            plus, own = rule.decide(float(products[p]), float(row[p]), draws[w, p], own)
+            # Row p of G: how this vector changes the products of the later ones with the sum.
+            if plus:
+                products += row
+            else:
+                products -= row
+                signs[w, p] = -1
+        carry[:, w] = own
     return signs, carry
-
-
-def _greedy_recursion(inner: Floats, gram: Floats) -> SignArray:
-    """Run the recursion of the greedy rule on one stream: a microsecond per sign."""
-    signs = np.ones(len(inner), dtype=np.int8)
-    for p, row in enumerate(gram):
-        if inner[p] <= 0:
-            inner += row
-        else:
-            inner -= row
-            signs[p] = -1
-    return signs
 
 
 def reorder(order: Tensor, sides: Tensor) -> Tensor:

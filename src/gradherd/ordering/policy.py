@@ -305,7 +305,8 @@ class SignPolicy(Policy):
 
     def _begun(self, state: S, previous: S | None, streams: int, vectors: int) -> S:
         """Return a new state, with the rule's carry for so many vectors of each stream."""
-        state.carry = self.rule.start(streams, vectors, state.epoch)
+        carry = np.array(self.rule.start(vectors, state.epoch), dtype=np.float64)
+        state.carry = carry[:, np.newaxis].repeat(streams, 1)
         state.signer = None if previous is None else previous.signer
         return state
 

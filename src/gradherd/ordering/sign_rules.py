@@ -1,9 +1,9 @@
 """Sign rules: plus or minus from an inner product, as pure functions on scalars.
 
 Every rule sees `inner`, the product of the vector with the running sum before it, `square`, the
-vector's squared norm, and `draw`, a uniform number in [-1, 1). All three, and the result, are
-arrays over W independent streams. What a rule carries from vector to vector within an epoch is its
-`carry`, a (C, W) float64 array that `start` creates and `decide` returns updated.
+vector's squared norm, and `draw`, a uniform number in [-1, 1). What a rule carries from vector to
+vector within an epoch is its `carry`, a few numbers that `start` creates and `decide` returns
+updated.
 
 Scalars only, because ranks that hold shards of the columns can sum these and nothing else; and pure
 functions, because every rank must decide the same from the same bits.
@@ -11,8 +11,9 @@ functions, because every rank must decide the same from the same bits.
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,42 +21,28 @@ from numpy.typing import NDArray
 from gradherd.comm.checks import check_in, check_whole
 
 Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
+Carry: TypeAlias = Sequence[float] | Floats
 
 
 class SignRule(ABC):
-    """Decides the sign of one vector per stream. Subclasses are frozen dataclasses."""
+    """Decides the signs of vectors, one after the other. Subclasses are frozen dataclasses."""
 
     randomized: ClassVar[bool] = False
     """Whether `draw` matters; if not, nothing is drawn."""
 
-    def start(self, streams: int, total: int, epoch: int) -> Floats:
-        """Return the carry with which an epoch begins; nothing is carried by default.
-
-        Args:
-            streams: W, the number of independent streams.
-            total: Vectors of a stream in the epoch.
-            epoch: Epoch, from 0.
-
-        Returns:
-            (C, W) float64; C may be 0.
-        """
-        return np.empty((0, streams))
+    def start(self, total: int, epoch: int) -> list[float]:
+        """Return the carry with which an epoch of `total` vectors begins; epochs count from 0."""
+        return []
 
     @abstractmethod
-    def decide(
-        self, inner: Floats, square: Floats, draw: Floats, carry: Floats
-    ) -> tuple[Bools, Floats]:
-        """Decide one sign per stream.
+    def decide(self, inner: float, square: float, draw: float, carry: Carry) -> tuple[bool, Carry]:
+        """Say whether a vector is added, and return the new carry.
 
         Args:
-            inner: (W,) products of the vectors with the running sums before them.
-            square: (W,) squared norms; arbitrary unless the rule is randomized.
-            draw: (W,) uniform numbers in [-1, 1).
-            carry: (C, W); not modified.
-
-        Returns:
-            (W,) booleans, True for plus, and the new (C, W) carry.
+            inner: Its product with the running sum before it.
+            square: Its squared norm; arbitrary unless the rule is randomized.
+            draw: A uniform number in [-1, 1).
+            carry: What the vectors before have left; not modified.
         """
 
 
@@ -66,14 +53,11 @@ class Greedy(SignRule):
     The rule of all published experiments with GraB and CD-GraB. It bounds the sum only by
     the root of the summed squares in the worst case, and does far better in practice.
 
-    >>> plus, _ = Greedy().decide(np.array([-2.0, 0.0, 3.0]), np.ones(3), np.zeros(3), np.empty(0))
-    >>> plus.tolist()
+    >>> [Greedy().decide(inner, 1.0, 0.0, [])[0] for inner in (-2.0, 0.0, 3.0)]
     [True, True, False]
     """
 
-    def decide(
-        self, inner: Floats, square: Floats, draw: Floats, carry: Floats
-    ) -> tuple[Bools, Floats]:
+    def decide(self, inner: float, square: float, draw: float, carry: Carry) -> tuple[bool, Carry]:
         """Plus iff <S, v> <= 0, which is |S + v| <= |S - v|."""
         # A tie goes to plus, as in GraB and CD-GraB. grab-sampler sends it to minus, which gives
         # the mirror image of the order.
@@ -100,17 +84,15 @@ class Walk(SignRule):
     def __post_init__(self) -> None:
         check_in("(0, inf)", c=self.c)
 
-    def start(self, streams: int, total: int, epoch: int) -> Floats:
+    def start(self, total: int, epoch: int) -> list[float]:
         """Carry the largest squared norm."""
-        return np.zeros((1, streams))
+        return [0.0]
 
-    def decide(
-        self, inner: Floats, square: Floats, draw: Floats, carry: Floats
-    ) -> tuple[Bools, Floats]:
+    def decide(self, inner: float, square: float, draw: float, carry: Carry) -> tuple[bool, Carry]:
         """Compare with a random threshold in [-a, a)."""
         # Including this vector: the threshold must not be zero for the first one.
-        largest = np.maximum(carry[0], square)
-        return inner <= draw * self.c * largest, largest[np.newaxis]
+        largest = max(carry[0], square)
+        return inner <= draw * self.c * largest, [largest]
 
 
 @dataclass(frozen=True)
@@ -136,27 +118,20 @@ class Kernel(SignRule):
         check_whole("epochs", self.epochs, 1)
         check_in("(0, 1)", delta=self.delta)
 
-    def start(self, streams: int, total: int, epoch: int) -> Floats:
+    def start(self, total: int, epoch: int) -> list[float]:
         """Carry q, the number of vectors seen, and the constant factor of the penalty."""
         factor = 4 / self.delta * (1 + math.log(self.epochs)) * (1 + math.log(max(1, total)))
-        carry = np.zeros((3, streams))
-        carry[2] = factor * (epoch + 1)  # The formula counts epochs from 1.
-        return carry
+        return [0.0, 0.0, factor * (epoch + 1)]  # The formula counts epochs from 1.
 
-    def decide(
-        self, inner: Floats, square: Floats, draw: Floats, carry: Floats
-    ) -> tuple[Bools, Floats]:
+    def decide(self, inner: float, square: float, draw: float, carry: Carry) -> tuple[bool, Carry]:
         """Compare with a random threshold in [-a, a)."""
-        q, seen, factor = carry
-        # A zero vector changes nothing whatever its sign: keep the carry, and avoid the 0/0 of the
-        # published code.
-        real = square > 0
-        square = np.where(real, square, 1.0)
-        penalty = np.log(factor * (seen + 1))  # above 1, since the factor is above 4
-        r2 = q * penalty / square
-        r = np.sqrt(r2)
-        small = r2 <= 1
-        threshold = np.where(small, square, r * square)
-        grown = q + 2 * square * np.maximum(0, penalty + 0.5 - r) / penalty
-        after = np.stack([np.where(small, 2 * square, grown), seen + 1, factor])
-        return inner <= draw * threshold, np.where(real, after, carry)
+        if square == 0:
+            # Nothing changes, whatever the sign. The published code divides 0 by 0.
+            return draw >= 0, carry
+        q, seen, factor = map(float, carry)
+        penalty = math.log(factor * (seen + 1))  # above 1, since the factor is above 4
+        r = math.sqrt(q * penalty / square)
+        if r <= 1:
+            return inner <= draw * square, [2 * square, seen + 1, factor]
+        grown = q + 2 * square * max(0.0, penalty + 0.5 - r) / penalty
+        return inner <= draw * (r * square), [grown, seen + 1, factor]
