@@ -192,7 +192,7 @@ def test_a_subclass_with_another_forward_has_no_rule() -> None:
         pass
 
     assert describe(Doubled(2, 2)).startswith("rows: 0 modules by rule; 1 looped over")
-    assert describe(Named(2, 2)) == "rows: 1 module by rule (Named)"
+    assert describe(Named(2, 2)) == "rows: 1 module by rule"
 
 
 def test_sizes_decide_where_the_model_was_not_run_with_one_more_example() -> None:

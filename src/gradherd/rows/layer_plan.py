@@ -376,25 +376,21 @@ def _is_of_fsdp(hook: object) -> bool:
 
 
 def describe(model: nn.Module) -> str:
-    """Say in one line which modules have rules and which are looped over for exact rows.
+    """Say in one line how many modules have rules and which are looped over for exact rows.
 
     >>> describe(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)))
-    'rows: 1 module by rule (Linear); 1 looped over, slower: 1 (LSTM)'
+    'rows: 1 module by rule; 1 looped over, slower: 1 (LSTM)'
     """
     owners = list(parameter_owners(unwrap_model(model)))
     shared, pool = _used_twice(owners), SinkPool(torch.empty(0), None)
-    looped = [owner for owner in owners if layer_for(owner, pool, shared) is None]
-    kinds = sorted({type(owner.module).__name__ for owner in owners if owner not in looped})
+    looped = [
+        f"{owner.name or 'the model itself'} ({type(owner.module).__name__})"
+        for owner in owners
+        if layer_for(owner, pool, shared) is None
+    ]
     count = len(owners) - len(looped)
     line = f"rows: {count} module{'s' * (count != 1)} by rule"
-    line += f" ({', '.join(kinds)})" if kinds else ""
-    if looped:
-        names = ", ".join(
-            f"{owner.name or 'the model itself'} ({type(owner.module).__name__})"
-            for owner in looped
-        )
-        line += f"; {len(looped)} looped over, slower: {names}"
-    return line
+    return f"{line}; {len(looped)} looped over, slower: {', '.join(looped)}" if looped else line
 
 
 def _used_twice(owners: list[ParameterOwner]) -> set[nn.Parameter]:

@@ -90,7 +90,15 @@ def summed(grads: Tensor, dim: int, like: Tensor) -> Tensor:
     return grads.sum(dim, dtype=like.dtype)
 
 
-class LinearLayer(SketchedLayer):
+class WeightLayer(SketchedLayer):
+    """A layer that has another map where examples have one position."""
+
+    def matrix_map(self, use: Any) -> Any:
+        """Return the map that the columns of the weight belong to."""
+        return self.single if use[2] else self.matrix
+
+
+class LinearLayer(WeightLayer):
     """nn.Linear, and transformers' Conv1D, whose weight is transposed."""
 
     def __init__(self, name: str, pool: SinkPool, *, transposed: bool = False) -> None:
@@ -114,10 +122,6 @@ class LinearLayer(SketchedLayer):
             if part is not None:
                 total = F.pad(total, (part[0], self.vector.size - part[1]))
         return matrix, total
-
-    def matrix_map(self, use: Any) -> Any:
-        """Return the map that the columns of the weight belong to."""
-        return self.single if use[2] else self.matrix
 
     def make_held(self, use: Any, saves: bool) -> tuple[HeldUse | None, HeldUse | None]:
         """Return what kernels need if examples come first and have many positions."""
@@ -161,7 +165,7 @@ def linear_columns(
     return matrix.combine(projected @ side, kept)
 
 
-class ConvLayer(SketchedLayer):
+class ConvLayer(WeightLayer):
     """Convolutions and transposed ones, over one to three dimensions, with groups."""
 
     def __init__(self, name: str, pool: SinkPool, module: Any) -> None:
@@ -222,10 +226,6 @@ class ConvLayer(SketchedLayer):
         ):
             small = small.unfold(at, (size - 1) * dilation + 1, stride)[..., ::dilation]
         return small.movedim(1, 1 + dims).flatten(1 + dims).flatten(1, dims)
-
-    def matrix_map(self, use: Any) -> Any:
-        """Return the map that the columns of the weight belong to."""
-        return self.single if use[2] else self.matrix
 
     def make_held(self, use: Any, saves: bool) -> tuple[HeldUse | None, HeldUse | None]:
         """Return what kernels need for the filters of a plain convolution over two dimensions."""
@@ -337,10 +337,8 @@ class NormLayer(SketchedLayer):
         """Return the gradients from inputs and gradients of one shape."""
         found = []
         for part, trains in zip(self.parts, use[1], strict=True):
-            if part == "bias":
-                rows = self.summed(grads, use[0])
-            else:
-                rows = self.scale_rows(inputs, grads, use[0], saved)
+            each = grads if part == "bias" else grads * self.normalized(inputs, saved)
+            rows = self.summed(each, use[0])
             found.append(rows if trains else rows * 0)
         return None, found[0] if len(found) == 1 else torch.cat(found, 1)
 
@@ -350,12 +348,6 @@ class NormLayer(SketchedLayer):
         return super().tap(
             module, inputs, output, tuple(is_trained(module, (part,)) for part in self.parts)
         )
-
-    def scale_rows(
-        self, inputs: Tensor, grads: Tensor, dim: int, saved: tuple[Tensor, ...]
-    ) -> Tensor:
-        """Return each example's gradient of the scale."""
-        return self.summed(grads * self.normalized(inputs, saved), dim)
 
     def summed(self, each: Tensor, dim: int) -> Tensor:
         """Add up over the positions of each example."""
@@ -381,7 +373,7 @@ class LastDimsNorm(NormLayer):
     def normalized(self, inputs: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
         """Normalise the last dimensions."""
         norm = F.rms_norm if self.rms else F.layer_norm
-        wide = inputs.float() if self.in_float32 or inputs.dtype.itemsize < 4 else inputs
+        wide = inputs.float() if self.in_float32 else at_least_float32(inputs)
         return norm(wide, self.shape, eps=self.eps)
 
     def make_held(self, use: Any, saves: bool) -> tuple[HeldUse | None, HeldUse | None]:
@@ -415,27 +407,12 @@ class ChannelNorm(NormLayer):
         return running.clone(), module.running_var.clone()  # type: ignore[operator]
 
     def normalized(self, inputs: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
-        """Normalise groups of channels."""
-        wide = inputs.float() if inputs.dtype.itemsize < 4 else inputs
-        return F.group_norm(wide, self.groups, eps=self.eps)
-
-    def scale_rows(
-        self, inputs: Tensor, grads: Tensor, dim: int, saved: tuple[Tensor, ...]
-    ) -> Tensor:
-        """Return each example's gradient of the scale."""
+        """Normalise groups of channels, or channels over the batch."""
+        wide = at_least_float32(inputs)
         if self.groups:
-            return super().scale_rows(inputs, grads, dim, saved)
-        wide = inputs.float() if inputs.dtype.itemsize < 4 else inputs
-        over = (0, *range(2, inputs.dim()))
-        # As the layer computes them, so that a compiler finds that it has them already.
-        mean, var = (saved[0], saved[1]) if saved else (None, None)
-        if mean is None or var is None:
-            var, mean = torch.var_mean(wide, dim=over, correction=0, keepdim=True)
-        mean, var = mean.flatten().to(wide), var.flatten().to(wide)
-        # Mean and deviation of a channel are taken out of the sum over its positions.
-        total = self.summed(grads * inputs, dim) - mean * self.summed(grads, dim)
-        rows: Tensor = total * (var + self.eps).rsqrt()
-        return rows
+            return F.group_norm(wide, self.groups, eps=self.eps)
+        mean, var = (one.to(wide) for one in saved) if saved else (None, None)
+        return F.batch_norm(wide, mean, var, training=not saved, eps=self.eps)
 
     def make_held(self, use: Any, saves: bool) -> tuple[HeldUse | None, HeldUse | None]:
         """Return what kernels for a BatchNorm in training need."""

@@ -96,6 +96,20 @@ class Map:
         self.places_of: dict[str, tuple[str, int, int, tuple[int, ...]]] = {}
         """Where tensors lie in `store`, by their names."""
 
+    def hold(self, like: Tensor, **tensors: Tensor) -> None:
+        """Hold tensors in the dtype of rows and, since autocast multiplies in it, in bfloat16."""
+        for name, tensor in tensors.items():
+            own = tensor.contiguous().to(like)
+            setattr(self, name, own)
+            # Apart, so that no step converts it.
+            setattr(self, f"half_{name}", own.bfloat16() if like.dtype == torch.float32 else own)
+
+    def tensor_for(self, name: str, factor: Tensor) -> Tensor:
+        """Return one of the tensors that it holds, in the dtype of a factor."""
+        if factor.dtype == torch.bfloat16:
+            return self.tensor(f"half_{name}").to(factor.dtype)
+        return self.tensor(name).to(factor.dtype)
+
     def tensor(self, name: str) -> Tensor:
         """Return one of the map's tensors."""
         store = self.store
@@ -117,6 +131,9 @@ class Map:
 class MatrixMap(Map):
     """Projects one dimension of a (rows, columns) gradient, and keeps the other."""
 
+    side: Tensor
+    """(P, c) matrix that projects."""
+
     def __init__(
         self, shape: tuple[int, int], *, keep: int, columns: int, seed: int, name: str, like: Tensor
     ) -> None:
@@ -137,23 +154,16 @@ class MatrixMap(Map):
             side = torch.eye(projected)
         else:
             side = random_signs(seed, name, projected, self.columns) / math.sqrt(self.columns)
-        self._keep_sides(side, like)
+        self.hold(like, side=side)
         # In the precision of rows: products in half precision become rows as they get their signs.
         self.signs = random_signs(seed, f"{name}/kept", kept, 1)[:, 0].to(like)
         self.folds = -(-kept // MOST_KEPT)
         self.width = -(-kept // self.folds)
         self.size = self.columns * self.width
 
-    def _keep_sides(self, side: Tensor, like: Tensor) -> None:
-        self.side = side.to(like)
-        # Autocast multiplies in lower precision. Kept apart, so that no step converts it.
-        self.half_side = self.side.bfloat16() if like.dtype == torch.float32 else self.side
-
     def side_for(self, factor: Tensor) -> Tensor:
         """Return the (P, c) matrix in the dtype of a factor."""
-        if factor.dtype == torch.bfloat16:
-            return self.tensor("half_side")
-        return self.tensor("side").to(factor.dtype)
+        return self.tensor_for("side", factor)
 
     def columns_of(self, projected: Tensor, kept: Tensor) -> Tensor:
         """Return the columns (B, c, K) of factors (B, T, P) and (B, T, K)."""
@@ -184,6 +194,11 @@ class FilterMap(MatrixMap):
     independent signs are uncorrelated, too.
     """
 
+    filters: Tensor
+    """(c, channels, *window), or (c, channels, 1, ...) if filters are products."""
+    places: Tensor | None = None
+    """(c, 1, *window) signs, if they are."""
+
     def __init__(
         self, weight: tuple[int, ...], *, columns: int, seed: int, name: str, like: Tensor
     ) -> None:
@@ -201,23 +216,15 @@ class FilterMap(MatrixMap):
         shape = (outputs, channels * places)
         super().__init__(shape, keep=0, columns=columns, seed=seed, name=name, like=like)
         c = self.columns
-        self.places: Tensor | None = None
-        """(c, 1, *window) signs, if filters are products."""
         if places > 1 and channels >= c and c < channels * places:
             across = random_signs(seed, name, channels, c)
             places_signs = random_signs(seed, f"{name}/window", places, c)
             side = (across.unsqueeze(1) * places_signs).flatten(0, 1) / math.sqrt(c)
-            self._keep_sides(side, like)
-            self.places = places_signs.T.reshape(c, 1, *window).contiguous().to(like)
-            self.filters = (across.T / math.sqrt(c)).reshape(c, channels, *(1 for _ in window))
+            filters = (across.T / math.sqrt(c)).reshape(c, channels, *(1 for _ in window))
+            self.hold(like, side=side, places=places_signs.T.reshape(c, 1, *window))
         else:
-            self.filters = self.side.T.reshape(c, channels, *window)
-        self.filters = self.filters.contiguous().to(like)
-        lower = like.dtype == torch.float32
-        self.half_filters = self.filters.bfloat16() if lower else self.filters
-        self.half_places = self.places
-        if lower and self.places is not None:
-            self.half_places = self.places.bfloat16()
+            filters = self.side.T.reshape(c, channels, *window)
+        self.hold(like, filters=filters)
 
     def thin(
         self, inputs: Tensor, stride: tuple[int, ...], padding: tuple[int, ...],
@@ -225,8 +232,7 @@ class FilterMap(MatrixMap):
     ) -> Tensor:  # fmt: skip
         """Slide the filters over inputs (B, channels, ...): (B, c, ...)."""
         conv = (F.conv1d, F.conv2d, F.conv3d)[len(stride) - 1]
-        half = inputs.dtype == torch.bfloat16
-        filters = self.tensor("half_filters" if half else "filters").to(inputs.dtype)
+        filters = self.tensor_for("filters", inputs)
         if self.places is None and not self.is_pointwise(stride, padding):
             return conv(inputs, filters, None, stride, padding, dilation)
         # A product over channels, in whatever layout the input has: cuDNN would convert it. In a
@@ -239,7 +245,7 @@ class FilterMap(MatrixMap):
             across = conv(inputs, filters)
         if self.places is None:
             return across
-        places = self.tensor("half_places" if half else "places").to(inputs.dtype)
+        places = self.tensor_for("places", inputs)
         return conv(across, places, None, stride, padding, dilation, groups=self.columns)
 
     def is_pointwise(self, stride: tuple[int, ...], padding: tuple[int, ...]) -> bool:
