@@ -499,15 +499,6 @@ def test_a_prediction_loads_no_torch():
     assert ran.returncode == 0, ran.stderr
 
 
-def test_overheads_can_be_given(capsys):
-    overheads = ("--overhead", "exdyna=3s", "topk=4s", "--overhead", "local=9s")
-    code, out, _ = run(capsys, "--params", "25M", *KNOWN, *overheads, "--json")
-    found = json.loads(out)
-    assert code == 0 and not found["pays"]
-    exdyna = next(choice for choice in found["choices"] if choice["name"] == "exdyna")
-    assert exdyna["overhead_seconds"] == 3
-
-
 @pytest.mark.parametrize("params", ["7e9", "1e12"])
 def test_huge_worlds_are_answered(capsys, params):
     code, out, _ = run(

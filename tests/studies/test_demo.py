@@ -95,15 +95,6 @@ def test_what_is_kept_decays():
     np.testing.assert_allclose(residual, 0.5 * all_of_it, rtol=1e-12)
 
 
-def test_what_was_sent_is_known_for_orders():
-    workers = VirtualWorkers(Sparsify(method=DeMo(0.2, block=2)), 20, 2, dtype=torch.float64)
-    workers.keep_payload = True
-    grads = torch.from_numpy(gradients(2, 20, steps=1)[0])
-    mean = workers.step(grads)
-    torch.testing.assert_close(workers.payload.mean(0), mean)
-    torch.testing.assert_close(workers.payload + workers.residuals(), grads)
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [

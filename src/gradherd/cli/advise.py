@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from gradherd.advise.choices import Setting
-from gradherd.advise.costs import DEVICES, GOODPUT, OVERHEADS, NetworkLink, typical_overheads
+from gradherd.advise.costs import DEVICES, GOODPUT, NetworkLink, typical_overheads
 from gradherd.advise.decide import advise
 from gradherd.advise.measured import MODELS
 from gradherd.advise.units import (
@@ -30,17 +30,6 @@ _PLACEHOLDER = {"backward": 1.0}
 """Stands for what is still to be measured, so that all others are checked first."""
 _WIDE = 70
 """Characters that all columns take."""
-
-
-def _overhead(text: str) -> tuple[str, float]:
-    """Read NAME=TIME."""
-    name, equals, value = text.partition("=")
-    if not equals or name not in OVERHEADS:
-        raise ValueError(f"must be NAME=TIME with one of {', '.join(OVERHEADS)}, got {text!r}")
-    try:
-        return name, parse_seconds(value)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,17 +81,6 @@ class AdviseCommand:
     """cuda or cpu: where gradients are. Decides how long selection takes, and where to measure."""
     overlap: Annotated[float | None, Arg(metavar="SHARE", default="1; cpu: 0")] = None
     """Share of the backward pass that a dense exchange can overlap with, in [0, 1]."""
-    overhead: Annotated[
-        tuple[tuple[str, float], ...],
-        Arg(
-            metavar="NAME=TIME",
-            help="Time per step that a method spends computing, if you have measured it; for "
-            f"{', '.join(f'{name} ({what})' for name, (what, *_) in OVERHEADS.items())}.",
-            default="from --device",
-            parse=_overhead,
-            many=True,
-        ),
-    ] = ()
     measure: bool = False
     """Measure bandwidth, latency, backward and forward; options that you give take precedence."""
     json: bool = False
@@ -184,7 +162,7 @@ class AdviseCommand:
                 link=NetworkLink(**link),
                 backward=values["backward"],
                 forward=values.get("forward", values["backward"] / 2),
-                overheads=typical_overheads(self.device, params) | dict(self.overhead),
+                overheads=typical_overheads(self.device, params),
                 density=self.density,
                 rank=self.rank,
                 side=self.side,

@@ -66,7 +66,6 @@ PACKAGES = (
     Package("pillow", "PIL", "10", "CIFAR-10 in WebP sheets"),
     Package("jinja2", "jinja2", "3.1", "pages of compare, demo and report"),
     Package("scipy", "scipy", "1.13", "intervals and tests"),
-    Package("tensorboard", "tensorboard", "2.16", "train and compare with --tensorboard"),
     Package("triton", "triton", "3", "fused GPU selection", "comes with the CUDA builds of torch"),
 )
 """Packages that gradherd uses, required ones first."""

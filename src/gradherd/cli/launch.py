@@ -86,7 +86,7 @@ def train_runs(
         signal.signal(signal.SIGTERM, raise_interrupt)
     # One tuple for all ways of training: what local ranks get is pickled.
     quiet = is_quiet(options.quiet)
-    job = (list(configs), out, options.data_dir, options.tensorboard, saving, quiet)
+    job = (list(configs), out, options.data_dir, saving, quiet)
     try:
         if configs[0].virtual:
             # One thread: small steps gain nothing from more, and results equal those of ranks to
@@ -154,7 +154,6 @@ def train_on_this_rank(
     configs: list[RunConfig],
     out: Path,
     data_dir: Path | None,
-    tensorboard: bool,
     saving: CheckpointOptions | None,
     quiet: bool,
 ) -> list[RunRecord]:
@@ -162,7 +161,4 @@ def train_on_this_rank(
     # Variables that a launcher has left in the environment mean nothing: a group does.
     world = World.detect() if dist.is_initialized() else World.single()
     with ProgressBar(quiet=quiet or world.rank > 0) as bar:
-        return run_all(
-            configs, world, out=out, data_dir=data_dir, progress=bar, tensorboard=tensorboard,
-            saving=saving,
-        )  # fmt: skip
+        return run_all(configs, world, out=out, data_dir=data_dir, progress=bar, saving=saving)

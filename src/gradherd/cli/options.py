@@ -6,7 +6,6 @@ a check needs beyond names is imported where it is done.
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import sys
@@ -115,8 +114,6 @@ class TrainingOptions(_RunOptions):
     """Folder to search for data first, before GRADHERD_DATA and the cache folder."""
     out: FolderOption = None
     """Folder to write to; by default a new one in gradherd-runs."""
-    tensorboard: bool = False
-    """Also write TensorBoard events."""
     quiet: bool = False
     """Show no progress; so does the environment variable GRADHERD_QUIET=1."""
 
@@ -124,12 +121,6 @@ class TrainingOptions(_RunOptions):
         """Return the settings for RunConfig; raise UsageError if this machine cannot train so."""
         # Checked now: loading data and starting ranks take seconds.
         usable_device(self.device)
-        if self.tensorboard:
-            try:
-                importlib.import_module("tensorboard")
-            except ImportError:
-                get = "tensorboard is not installed: pip install tensorboard"
-                raise UsageError(f"--tensorboard: {get}") from None
         names = [name for name in run_settings() if name not in _NO_OPTION]
         settings = {name: getattr(self, name) for name in names}
         for name, word in _NONE.items():

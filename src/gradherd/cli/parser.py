@@ -87,8 +87,6 @@ class Arg:
     positional: bool = False
     parse: Callable[[str], Any] | None = None
     """Returns the value of a word; raises ValueError with what is wrong with it."""
-    many: bool = False
-    """Whether it can be repeated; so can a tuple without `parse`."""
 
 
 class Command(Protocol):
@@ -323,12 +321,13 @@ def _options(owner: type, group: str = "") -> Iterator[_Option]:
             kind, arg = typing.get_args(kind)
         if typing.get_origin(kind) in (typing.Union, types.UnionType):
             kind = next(one for one in typing.get_args(kind) if one is not type(None))
-        many, several = arg.many, typing.get_origin(kind) is tuple
+        several = typing.get_origin(kind) is tuple
         if arg.known and arg.parse is None:
             one, what = one_of(arg.known), f"of {', '.join(arg.known)}"
             arg = dataclasses.replace(arg, parse=separated(one, what) if several else one)
-        if several and arg.parse is None:
-            kind, many = typing.get_args(kind)[0], True
+        many = several and arg.parse is None
+        if many:
+            kind = typing.get_args(kind)[0]
         yield _Option(name, kind, many, field.default, arg, texts.get(name, ""), owner, group)
 
 

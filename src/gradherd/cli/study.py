@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,9 +60,6 @@ class StudyCommand:
     """cpu or cuda; by default what the file says."""
     jobs: Count = 1
     """Number of runs at a time, each in its own process; on a CPU use its number of cores."""
-    stop_after: Annotated[float | None, Arg(metavar="MINUTES")] = None
-    """Begin no run after this time, and stop those under way after their epoch: what they have is
-    stored, and claims about it get verdicts; --resume runs them again from the start."""
     data_dir: FolderOption = None
     """Folder to search for data first, before GRADHERD_DATA and the cache folder."""
     out: FolderOption = None
@@ -75,8 +70,6 @@ class StudyCommand:
 
     def run(self) -> None:
         """Read the file, run what is missing, and print the verdicts."""
-        if self.stop_after is not None and not 0 < self.stop_after < math.inf:
-            raise UsageError(f"--stop-after must be above 0 minutes, got {self.stop_after:g}")
         if self.device is not None:
             usable_device(self.device)
         # All before any run, so that a missing package is reported at once.
@@ -112,7 +105,7 @@ class StudyCommand:
         # Before hours of training whose results could not be written.
         _check_out(out)
         runs = self._run_missing(study, todo, out)
-        self._print_result(study, out, runs, len(planned) - len(todo), len(todo) - len(runs))
+        self._print_result(study, out, runs, len(planned) - len(todo))
 
     def _run_missing(
         self, study: Study, todo: Sequence[PlannedRun], out: Path
@@ -129,7 +122,6 @@ class StudyCommand:
         if study.task is not None:
             # Only if something is to be run: verdicts on existing results need no data.
             check_data(named_task(task_path(study.task, study.folder)), self.data_dir)
-        began = time.time()
         runs: list[dict[str, Any]] = []
         # SIGTERM acts like Ctrl-C: results are written run by run, so none is left half-written.
         previous = signal.signal(signal.SIGTERM, raise_interrupt)
@@ -140,7 +132,6 @@ class StudyCommand:
                     device=_device(study, self.device),
                     data_dir=self.data_dir,
                     progress=bar,
-                    stop_at=None if self.stop_after is None else began + 60 * self.stop_after,
                 )
                 for results in run_planned(study, todo, out, context, self.jobs):
                     runs += [{"arm": r.arm, "seed": r.seed, "status": r.status} for r in results]
@@ -157,7 +148,7 @@ class StudyCommand:
         return runs
 
     def _print_result(
-        self, study: Study, out: Path, runs: list[dict[str, Any]], skipped: int, left: int
+        self, study: Study, out: Path, runs: list[dict[str, Any]], skipped: int
     ) -> None:
         from gradherd.lab.report.claims import judge_study
 
@@ -171,9 +162,6 @@ class StudyCommand:
         diverged = sum(run["status"] == "diverged" for run in runs)
         details = f", {skipped} skipped" if skipped else ""
         details += f", {diverged} diverged" if diverged else ""
-        stopped = sum(run["status"] == "stopped" for run in runs)
-        if stopped or left:  # because of --stop-after
-            details += f", {stopped} of them stopped, {left} not begun (--resume runs these)"
         print(f"{study.name}: {counted(len(runs), 'run')}{details}; results in {out}")
 
     def _print_plan(

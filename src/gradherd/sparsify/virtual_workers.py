@@ -7,7 +7,6 @@ Letters: D coordinates, of which the first S are sparsified; R workers, K coordi
 """
 
 import statistics
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -46,8 +45,6 @@ class VirtualWorkers:
         ]
         self.metrics: dict[str, Any] = {}
         self.bytes = 0  # that a worker has sent in the last step, also in one that was called off
-        self.keep_payload = False  # keep (R, D) what each worker has sent in the last step
-        self.payload: Tensor | None = None
         self.measure_norms = True  # put residual_norm into `metrics`: a pass, and a wait for a GPU
 
     def step(self, grads: Tensor) -> Tensor:
@@ -68,14 +65,10 @@ class VirtualWorkers:
         for worker, grad in zip(self.workers, grads, strict=True):
             worker.set_unit(1.0)
             worker.add(0, grad)
-        # A copy: rounding may overwrite it.
-        sums = [worker.feedback.acc.clone() for worker in self.workers if self.keep_payload]
         # A method of one's own need not inherit from `Selector`.
         alike = getattr(first.settings.method, "agrees_alone", False)
         known: list[Any] | None = [] if alike else None
         results = run_together([worker.script(known) for worker in self.workers])
-        if self.keep_payload:
-            self.payload = self._sent(sums, [result.value for result in results])
         for worker, result in zip(self.workers, results, strict=True):
             worker.commit(result.value)
         self.bytes = round(statistics.fmean(result.bytes for result in results))
@@ -89,18 +82,6 @@ class VirtualWorkers:
             self.metrics["residual_norm"] = statistics.fmean(torch.stack(norms).tolist())
         self.metrics["bytes"] = self.bytes
         return replace(outcome, mean=first.mean_of(outcome)).whole_mean(dim)
-
-    def _sent(self, sums: list[Tensor], outcomes: Sequence[Outcome | None]) -> Tensor | None:
-        """Return (R, D) what each worker has sent, zero elsewhere; None if nothing was."""
-        sent = []
-        for acc, outcome in zip(sums, outcomes, strict=True):
-            if outcome is None:
-                return None
-            at = outcome.coordinates()
-            # Of rounded values, or of a part of them, the remainder was not sent.
-            own = acc[at] if outcome.remainder is None else acc[at] - outcome.remainder
-            sent.append(torch.zeros_like(acc).index_copy_(0, at, own))
-        return torch.stack(sent)
 
     def residuals(self) -> Tensor:
         """Return the residuals of all workers: (R, D)."""

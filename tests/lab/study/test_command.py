@@ -188,12 +188,3 @@ def test_without_what_reports_need_nothing_is_run(root):
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert "reports need scipy" in done.stderr and "pip install jinja2 scipy" in done.stderr
     assert not (root / "benchmarks").exists()
-
-
-def test_nothing_is_begun_without_time(root, capsys):
-    code, out, _ = run(capsys, "study", "studies/small.toml", "--stop-after", 1e-9)
-    assert code == 0
-    assert "small: 0 runs, 0 of them stopped, 6 not begun (--resume runs these)" in out
-    assert not (root / "benchmarks").exists()
-    code, _, err = run(capsys, "study", "studies/small.toml", "--stop-after", "nan")
-    assert (code, err) == (2, "gradherd: --stop-after must be above 0 minutes, got nan\n")

@@ -1,15 +1,10 @@
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from gradherd.lab.study import kinds
 from gradherd.lab.study.file import parse_study
-from gradherd.lab.study.kinds import RunContext, StudyProgress
-from gradherd.lab.study.results import read_arms
+from gradherd.lab.study.kinds import RunContext
 from gradherd.lab.study.run import missing_runs, plan_runs, run_planned
-from gradherd.lab.train import loop
 
 STUDIES = Path(__file__).parents[3] / "studies"
 HERDING = "kinds/herding.py:HerdingStudy"
@@ -74,32 +69,3 @@ def test_results_of_other_settings_are_replaced_and_other_seeds_stay(tmp_path):
     assert path.read_text().count('"seed":') == 2
     results_of(study(HERDING, label, {**settings, "rounds": 2}, seeds=[2]), tmp_path)
     assert path.read_text().count('"seed":') == 1
-
-
-def test_runs_stop_after_the_epoch_in_which_time_is_over(tmp_path, monkeypatch):
-    class Clock(StudyProgress):
-        now = 0.0
-
-        def epoch(self, number, losses):
-            self.now += 10.0
-
-    clock = Clock()
-    for module in (kinds, loop):
-        told = SimpleNamespace(time=lambda: clock.now, perf_counter=time.perf_counter)
-        monkeypatch.setattr(module, "time", told)
-    one = study("compare", [{"order": ["d-rr"]}], {"epochs": 3}, task="digits", seeds=1)
-    planned = plan_runs(one)
-
-    def stopped_at(seconds):
-        where = RunContext(folder=one.folder, progress=clock, stop_at=clock.now + seconds)
-        batches = list(run_planned(one, planned, tmp_path, where))
-        return [(r.status, r.figures["epochs"]) for batch in batches for r in batch]
-
-    assert stopped_at(15.0) == [("stopped", 2)]
-    (stored,) = read_arms(tmp_path, ["d-rr"]).values()
-    assert len(stored[0].record().epochs) == 2
-    assert missing_runs(planned, {"d-rr": stored}) == planned  # it is run again
-    assert stopped_at(25.0) == [("done", 3)]  # over only with its last epoch
-    assert stopped_at(0.0) == []  # nothing is begun
-    (stored,) = read_arms(tmp_path, ["d-rr"]).values()
-    assert missing_runs(planned, {"d-rr": stored}) == []

@@ -101,7 +101,7 @@ def test_one_schema_has_every_setting_of_tasks_studies_and_the_command_line():
     of_tasks = {field.name for field in dataclasses.fields(Defaults)} - {"seeds", "source"}
     of_studies = set(CompareStudy.keys)
     options = {field.name for field in dataclasses.fields(TrainingOptions)}
-    options -= {"data_dir", "out", "tensorboard", "quiet"}
+    options -= {"data_dir", "out", "quiet"}
     assert set(run_settings()) == fields
     assert of_tasks < fields
     assert of_studies == fields - {"task", "seed", "held_out", "virtual", "device"}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gradherd.lab.ranks import run_ranks
-from gradherd.lab.tasks.registry import TASKS, find_task
+from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.stacking import why_not_mean_loss
 from gradherd.lab.train.trainer import EpochCounters, EpochExamples, passes
 from gradherd.lab.train.tuning import hold_out
@@ -190,37 +190,6 @@ def test_exchanges_that_are_called_off_cost_what_they_cost_ranks():
         [(_, virtual, _, _)] = in_one_process(config)
         assert real.skipped_steps > 0
         assert (virtual.skipped_steps, virtual.bytes) == (real.skipped_steps, real.bytes)
-
-
-def test_rows_of_what_is_sent_are_that_and_cost_nothing():
-    common = {"sparsify": "exdyna", "density": 0.1, "workers": 2, "batch_size": 8, "unit": 8}
-    common |= {"order": "cd-grab", "virtual": True, "limit": 96}
-    trainer = VirtualTrainer(*_task_of(config_of("digits", rows="payload", **common)))
-    seen = []
-    observe = trainer.ordering.observe
-    trainer.ordering.observe = lambda rows, **first: (seen.append(rows), observe(rows, **first))
-    before = trainer.ordering.version
-    (counters,) = trainer.train_epoch(1, lambda steps=1: None)
-    assert (counters.ordering_bytes, len(seen), trainer.ordering.version != before) == (0, 6, True)
-    # Both workers send what is selected, and all that is averaged: residuals hold the rest.
-    sent = torch.cat(seen)
-    assert ((sent != 0).float().mean((0, 2)) < 0.3).all()
-    torch.testing.assert_close(sent[-1].mean(0), trainer.exchange.mean)
-
-
-def test_rows_of_what_is_sent_need_a_sparsifier_and_whole_batches():
-    common = {"rows": "payload", "order": "cd-grab", "virtual": True, "workers": 2, "limit": 96}
-    whole, sparse = {"batch_size": 8, "unit": 8}, {"sparsify": "topk", "density": 0.1}
-    with pytest.raises(ValueError, match="rows 'payload' order whole batches: got unit 1 of 4"):
-        config_of("digits", **common, **sparse, unit=1)
-    for odd in ({}, {**sparse, "sparsify": "powersgd"}, {**sparse, "virtual": False}):
-        with pytest.raises(ValueError, match="are what a sparsifier sends at every step"):
-            config_of("digits", **common | whole | odd)
-
-
-def _task_of(config):
-    task = TASKS[config.task]()
-    return config, task, task.load(None, config.limit)
 
 
 def test_examples_are_transformed_before_every_epoch():

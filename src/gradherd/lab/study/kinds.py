@@ -5,7 +5,6 @@ A study may bring a kind of its own, a `StudyKind` in a file beside it.
 
 import dataclasses
 import functools
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,14 +73,6 @@ class RunContext:
     device: str = "cpu"
     data_dir: Path | None = None
     progress: StudyProgress = field(default_factory=StudyProgress)
-    stop_at: float | None = None
-    """Unix time from which no run is begun, and those under way stop after their epoch."""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the time of `stop_at` has come."""
-        # The time of day, not a process's own clock: runs may be made in several processes.
-        return self.stop_at is not None and time.time() >= self.stop_at
 
 
 class StudyKind(ABC):
@@ -162,7 +153,6 @@ class CompareStudy(StudyKind):
                 World.single(),
                 data_dir=context.data_dir,
                 progress=context.progress,
-                stop_at=context.stop_at,
             )
         finally:
             torch.set_num_threads(threads)

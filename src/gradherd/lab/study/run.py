@@ -101,8 +101,6 @@ def run_planned(
     # In this process, so that progress shows single steps.
     if jobs == 1:
         for batch in batches:
-            if context.is_over:
-                return
             context.progress.begin_batch(batch)
             # Stored batch by batch: an interruption loses only what was under way.
             yield store_results(study, out, run_batch(study, batch, context))
@@ -139,21 +137,10 @@ def store_results(study: Study, out: Path, results: list[RunResult]) -> list[Run
             settings = next(one.settings for one in results if one.arm == arm)
             # One file, one set of settings: seeds of earlier ones would not be comparable.
             known = [one for one in stored.get(arm, []) if same_settings(one.settings, settings)]
-            new = {
-                one.seed: one
-                for one in results
-                # What was stopped early says less than what was stopped late.
-                if one.arm == arm and not any(_has_more_epochs(other, one) for other in known)
-            }
+            new = {one.seed: one for one in results if one.arm == arm}
             unchanged = [one for one in known if one.seed not in new]
             write_results(out, study.name, study.kind, [*unchanged, *new.values()])
     return results
-
-
-def _has_more_epochs(stored: RunResult, new: RunResult) -> bool:
-    """Return whether a stored result of a run holds more of it than one that was stopped."""
-    counts = [one.figures.get("epochs", 0) for one in (stored, new)]
-    return stored.seed == new.seed and new.status == "stopped" and counts[0] > counts[1]
 
 
 def run_parallel(
@@ -203,8 +190,6 @@ def split_batches(batches: Sequence[Sequence[PlannedRun]], jobs: int) -> list[li
 
 
 def _run_part(run: RunBatch, part: Sequence[PlannedRun], context: RunContext) -> list[RunResult]:
-    if context.is_over:  # while this part was waiting for a process
-        return []
     results = run(part, context)
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # Processes share the GPU: cached memory is missing elsewhere.

@@ -3,8 +3,8 @@
 from gradherd.sparsify.registry import SPARSIFIERS
 
 # Here, where nothing imports torch: the command line shows these names in its help.
-ROWS = ("auto", "batch", "exact", "sketch", "two-sided", "payload")
-"""The names that `attach` takes for rows, and "payload", an experiment with simulated workers."""
+ROWS = ("auto", "batch", "exact", "sketch", "two-sided")
+"""The names that `attach` takes for rows."""
 POWERSGD = "powersgd"
 """Name of PowerSGD among sparsifiers, see `powersgd`."""
 

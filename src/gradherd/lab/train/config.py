@@ -116,17 +116,10 @@ class RunConfig(Hyperparameters):
                 f"sketch_size {self.sketch_size} has no effect with rows {self.rows!r}: "
                 "choose rows 'sketch'"
             )
-        if self.rows not in ("batch", "payload") or not make_policy(self.order).needs_rows:
-            return
-        if self.unit != self.batch_size:
+        unlike = self.rows == "batch" and self.unit != self.batch_size
+        if unlike and make_policy(self.order).needs_rows:
             raise ValueError(
-                f"rows {self.rows!r} order whole batches: got unit {self.unit} of {self.batch_size}"
-            )
-        selects = self.density is not None and self.sparsify != POWERSGD
-        if self.rows == "payload" and not (selects and self.local_steps is None and self.virtual):
-            raise ValueError(
-                "rows 'payload' are what a sparsifier sends at every step, on simulated workers: "
-                f"got {self.exchange!r}"
+                f"rows 'batch' order whole batches: got unit {self.unit} of {self.batch_size}"
             )
 
     def _check_exchange(self) -> None:

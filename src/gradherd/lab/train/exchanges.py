@@ -47,8 +47,6 @@ class VirtualExchange(ABC):
     """Densities of the exchanges."""
     mean: Tensor | None = None
     """(D,) the last average of gradients, before clipping; None if they are not averaged."""
-    payload: Tensor | None = None
-    """(R, D) what each worker has sent in the last step, if rows are made of that."""
     diverged: bool = False
     """Whether training must end: several exchanges in a row were called off."""
 
@@ -88,7 +86,6 @@ class SharedModel(VirtualExchange):
                 layers=layout.sparse_numels,
                 device=device,
             )
-            workers.keep_payload = config.rows == "payload"
             workers.measure_norms = False  # `end_epoch` does, once
         elif config.density is not None:
             shapes = [matrix_shape(p.shape) for p in own]
@@ -118,8 +115,6 @@ class SharedModel(VirtualExchange):
             # In the bits that ranks would get.
             return mean_of_rows(grads, out=torch.empty_like(grads[0]))
         mean, metrics = self._workers.step(grads), self._workers.metrics
-        if isinstance(self._workers, VirtualWorkers):
-            self.payload = self._workers.payload
         counters.add_sparse(metrics)
         self.series.add(metrics.get("density", 0.0))
         counters.bytes += self._workers.bytes

@@ -1,7 +1,7 @@
 """The epoch loop of one or more runs, and the files it writes as it goes.
 
-A run writes record.json, metrics.jsonl and, on request, TensorBoard events. The record is replaced
-atomically after every epoch, so a run that is killed at any moment leaves a readable record.
+A run writes record.json and metrics.jsonl. The record is replaced atomically after every epoch, so
+a run that is killed at any moment leaves a readable record.
 """
 
 import dataclasses
@@ -30,13 +30,10 @@ class BadStart(BadTask):
 class RunWriter:
     """Updates the record of one run and its files; without a folder, the record in memory only."""
 
-    def __init__(
-        self, record: RunRecord, folder: Path | None, *, tensorboard: bool = False
-    ) -> None:
+    def __init__(self, record: RunRecord, folder: Path | None) -> None:
         """Write the record as it is now."""
         self.record = record
         self._folder = folder
-        self._events: Any = None
         if folder is None:
             return
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,8 +43,6 @@ class RunWriter:
         if record.epochs or (folder / METRICS_FILE).exists():
             lines = [_json_line(row) for row in record.epochs]
             write_atomic(folder / METRICS_FILE, "".join(f"{line}\n" for line in lines))
-        if tensorboard:
-            self._events = _event_writer(folder)
 
     def start(self, loss: float | None, metric: float | None) -> None:
         """Record the evaluation before training."""
@@ -63,43 +58,16 @@ class RunWriter:
             # Lines before the record: a reader that sees an epoch in the record finds its line.
             _append(self._folder / METRICS_FILE, _json_line(row))
         self._save()
-        if self._events is not None:
-            for name, value in dataclasses.asdict(row).items():
-                if isinstance(value, int | float) and name != "epoch":
-                    self._events.add_scalar(
-                        f"{_TENSORBOARD_GROUPS.get(name, 'run')}/{name}", value, row.epoch
-                    )
-            # TensorBoard buffers for two minutes, longer than some runs take.
-            self._events.flush()
 
     def end(self, status: str) -> RunRecord:
         """Record how the run ended and return the record."""
         self.record = dataclasses.replace(self.record, status=status)
         self._save()
-        if self._events is not None:
-            self._events.close()
         return self.record
 
     def _save(self) -> None:
         if self._folder is not None:
             write_record(self.record, self._folder)
-
-
-_TENSORBOARD_GROUPS = {
-    "train_loss": "quality",
-    "metric": "quality",
-    "herding_bound": "order",
-    "bytes": "bytes",
-    "ordering_bytes": "bytes",
-    "density": "sparsify",
-    "padding": "sparsify",
-    "residual_norm": "sparsify",
-    **{
-        name: "seconds"
-        for name in (f.name for f in dataclasses.fields(EpochRow))
-        if name.endswith("seconds")
-    },
-}
 
 
 def _json_line(row: EpochRow) -> str:
@@ -117,15 +85,6 @@ def _append(path: Path, line: str) -> None:
             # Half a line would make the whole file unreadable as JSON lines.
             os.truncate(path, size)
         raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def _event_writer(folder: Path) -> Any:
-    try:
-        # Optional, and slow to import.
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ValueError("tensorboard is not installed: pip install tensorboard") from None
-    return SummaryWriter(str(folder))
 
 
 # A base class, not a protocol: a caller overrides only what it displays.
@@ -177,12 +136,10 @@ def run_epochs(
     *,
     first: int = 1,
     resumed: bool = False,
-    stop_at: float | None = None,
 ) -> list[RunRecord]:
     """Train the epochs of a trainer's runs from `first` on; return their records.
 
-    Runs that resume have the evaluation before training on record. From the Unix time `stop_at` on,
-    runs stop after their epoch.
+    Runs that resume have the evaluation before training on record.
 
     Raises:
         BadStart: A run starts with a loss that is not finite; raised on all ranks.
@@ -218,10 +175,6 @@ def run_epochs(
         progress.epoch(number, [evaluation.loss for evaluation in evaluations])
         if all(evaluation.loss is None for evaluation in evaluations):
             break  # All runs have diverged.
-        # The time of day, not a process's own clock: runs may be in several processes.
-        if stop_at is not None and number < configs[0].epochs and time.time() >= stop_at:
-            end = "stopped"
-            break
     return [writer.end("diverged" if _diverged(writer.record) else end) for writer in writers]
 
 

@@ -108,9 +108,7 @@ def run_all(
     out: Path | None = None,
     data_dir: Path | None = None,
     progress: Progress | None = None,
-    tensorboard: bool = False,
     saving: CheckpointOptions | None = None,
-    stop_at: float | None = None,
 ) -> list[RunRecord]:
     """Train all runs, on every rank: one after the other, small virtual ones side by side.
 
@@ -120,9 +118,7 @@ def run_all(
         out: Where rank 0 writes, a folder for each run; None writes nothing.
         data_dir: Folder to search for data first.
         progress: Receives the progress.
-        tensorboard: Whether to write TensorBoard events, too.
         saving: When to save checkpoints; for a single run on real ranks, written into `out` itself.
-        stop_at: Unix time from which virtual runs stop after their epoch; None trains them all.
 
     Returns:
         The records, in the order of `configs`.
@@ -144,11 +140,7 @@ def run_all(
     if saving is not None and out is not None and not configs[0].virtual:
         progress.group(configs)
         (config,) = configs
-        return [
-            run_with_checkpoints(
-                config, task, split, world, out, saving, progress, tensorboard=tensorboard
-            )
-        ]
+        return [run_with_checkpoints(config, task, split, world, out, saving, progress)]
     groups = _group_runs(configs, task, split)
     pays = configs[0].virtual and pays_in_processes(configs, parameter_count(task.model()), steps)
     cores = usable_cores() if pays else 1
@@ -156,9 +148,7 @@ def run_all(
         # Dealt out, not cut: runs of a stack are sorted by what their orders need.
         parts = [part for ids, _ in groups for at in range(cores) if (part := ids[at::cores])]
         done = run_in_processes(
-            partial(
-                _train_apart, out=out, data_dir=data_dir, tensorboard=tensorboard, stop_at=stop_at
-            ),
+            partial(_train_apart, out=out, data_dir=data_dir),
             [[configs[at] for at in part] for part in parts],
             cores,
             progress,
@@ -173,17 +163,7 @@ def run_all(
             None if out is None or world.rank else out if saving else out / config.folder()
             for config in group
         ]
-        group_records = _run_group(
-            group,
-            task,
-            split,
-            world,
-            folders,
-            progress,
-            stacked=stacked,
-            tensorboard=tensorboard,
-            stop_at=stop_at,
-        )
+        group_records = _run_group(group, task, split, world, folders, progress, stacked=stacked)
         records.update(zip(indices, group_records, strict=True))
         if group[0].device != "cpu":
             # Frees the GPU for the next group and for other processes. Torch's first imports in a
@@ -310,8 +290,6 @@ def _run_group(
     progress: Progress,
     *,
     stacked: bool,
-    tensorboard: bool,
-    stop_at: float | None,
 ) -> list[RunRecord]:
     """Train a group of runs to the end; their trainer is gone before the next one is built."""
     trainer: Trainer
@@ -323,12 +301,12 @@ def _run_group(
         trainer = RankTrainer(group[0], task, split, world)
     size = parameter_count(trainer.model)
     writers = [
-        RunWriter(new_record(config, task, split, size), folder, tensorboard=tensorboard)
+        RunWriter(new_record(config, task, split, size), folder)
         for config, folder in zip(group, folders, strict=True)
     ]
     progress.group(group)
     try:
-        return run_epochs(trainer, group, writers, progress, stop_at=stop_at)
+        return run_epochs(trainer, group, writers, progress)
     finally:
         trainer.close()
 
@@ -363,8 +341,6 @@ def run_with_checkpoints(
     out: Path,
     saving: CheckpointOptions,
     progress: Progress,
-    *,
-    tensorboard: bool = False,
 ) -> RunRecord:
     """Train a run into `out` with checkpoints, resuming from them if asked to.
 
@@ -384,7 +360,7 @@ def run_with_checkpoints(
         record = dataclasses.replace(before, status="running", config=settings)
         if world.rank == 0:
             log.info("resuming after step %d", checkpoint.step)
-    writer = RunWriter(record, None if world.rank else out, tensorboard=tensorboard)
+    writer = RunWriter(record, None if world.rank else out)
     checkpointer = Checkpointer(
         store, world, every=saving.every, poll_seconds=saving.poll_seconds, device=config.device
     )

@@ -265,10 +265,8 @@ class VirtualTrainer:
         self._backward_seconds = 0.0
         # Whole batches on several dense workers: the gradients that are averaged are the rows.
         self._gradients_are_rows = False
-        # Every worker has received these values: nothing else is sent.
-        self._payload_is_rows = needs_rows and config.rows == "payload"
         rows = None
-        if needs_rows and not self._payload_is_rows:
+        if needs_rows:
             rows = row_settings(config, needs_rows, size)
             self._gradients_are_rows = isinstance(rows, BatchRows) and config.workers > 1
             if not self._gradients_are_rows:
@@ -313,9 +311,6 @@ class VirtualTrainer:
             with self._ordering_timer.measure():
                 if self._gradients_are_rows:
                     self._coordination.exchange(grads)
-                elif self._payload_is_rows and exchange.payload is not None:
-                    # A step that was called off has sent nothing.
-                    self.ordering.observe(exchange.payload.unsqueeze(0), first=at)
                 elif rows:
                     self._coordination.add(torch.stack(rows))
             counters.steps += 1
