@@ -409,12 +409,8 @@ def _shards(lengths, dtype):
     own = [flat.clone() for flat in flats]
     mean = SlicedMean(world)
     for flat in flats:
-        mean.start(flat.clone())
-    mean.finish(write_back=False)
-    slices_bytes = mean.bytes
-    for flat in flats:
         mean.start(flat)
-    rows = torch.cat(mean.finish(columns=True), 1)
+    rows = torch.cat(mean.finish(), 1)
     layout = ColumnLayout(tuple(BucketSpan(_named(*one)) for one in enumerate(lengths)))
     # Each worker's vector by parameter, from the columns of all ranks.
     whole = [layout.gather(row, world) for row in rows]
@@ -425,7 +421,7 @@ def _shards(lengths, dtype):
         "rows": rows,
         "whole": torch.stack([_flat(layout, one) for one in whole]),
         "columns": columns,
-        "bytes": slices_bytes,
+        "bytes": mean.bytes,
     }
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torch.utils.tensorboard import SummaryWriter
 
 import gradherd as gh
 
@@ -53,48 +52,3 @@ def test_scalars_are_numbers_with_a_prefix(trained):
     assert scalars["herd/examples_fed_back"] == 4 and "herd/rows" not in scalars
     assert all(name.startswith("herd/") and math.isfinite(v) for name, v in scalars.items())
     assert json.loads(json.dumps(scalars)) == scalars
-
-
-class Run:
-    """Takes numbers as wandb, trackio and an Accelerator do."""
-
-    def __init__(self):
-        self.logged = []
-
-    def log(self, values, step=None):
-        self.logged.append((values.keys(), step))
-
-
-class Tracking:
-    """Takes numbers as mlflow and Lightning's loggers do; step=None is an error there."""
-
-    def __init__(self):
-        self.logged = []
-
-    def log_metrics(self, metrics, step=0):
-        assert step is not None
-        self.logged.append((metrics.keys(), step))
-
-
-@pytest.mark.parametrize("kind", [Run, Tracking])
-def test_log_to_a_tracker(trained, kind):
-    herd, tracker = trained[1], kind()
-    herd.log_to(tracker, 7)
-    herd.log_to(tracker)
-    assert [step for _, step in tracker.logged] == [7, None if kind is Run else 0]
-    assert all(keys == herd.scalars().keys() for keys, _ in tracker.logged)
-
-
-def test_log_to_tensorboard(trained, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    with SummaryWriter(str(tmp_path)) as writer:
-        trained[1].log_to(writer, 3)
-    events = EventAccumulator(str(tmp_path)).Reload()
-    assert set(events.Tags()["scalars"]) == trained[1].scalars().keys()
-    assert events.Scalars("herd/examples")[0].step == 3
-
-
-def test_a_writer_without_a_method_is_refused(trained):
-    with pytest.raises(ValueError, match="one of the methods add_scalar, log_metrics, log, got a"):
-        trained[1].log_to(object())

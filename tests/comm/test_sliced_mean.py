@@ -48,11 +48,11 @@ def test_one_bucket_or_none_that_divides():
         assert all(rank["rows"].shape[1] == sum(-(-n // 3) for n in lengths) for rank in ranks)
 
 
-def test_bytes_are_those_of_slices_and_rests():
+def test_bytes_are_those_of_an_all_reduce_and_rests():
     lengths, size = [10, 64, 2], 3
     [ranks] = by_setting(size, (lengths, torch.float32))
     for rank in ranks:
-        slices = sum(length // size * (size - 1) for length in lengths)
+        slices = 2 * sum(length // size * (size - 1) for length in lengths)
         rests = sum(length % size * (size - 1) for length in lengths)
         assert rank["bytes"] == 4 * (slices + rests)
 
@@ -61,11 +61,11 @@ def test_columns_that_are_lent_are_not_overwritten_until_they_are_released():
     mean = SlicedMean(World.single())
     first, second = torch.zeros(6), torch.ones(6)
     mean.start(first)
-    [rows] = mean.finish(columns=True)
+    [rows] = mean.finish()
     late = mean.lend()
     late(None)
     mean.start(first)
-    [rows] = mean.finish(columns=True)
+    [rows] = mean.finish()
     release = mean.lend()
     late(None)  # of earlier columns: these are still being read
     thread = threading.Thread(target=mean.start, args=(second,))
@@ -74,12 +74,12 @@ def test_columns_that_are_lent_are_not_overwritten_until_they_are_released():
     assert thread.is_alive() and torch.equal(rows, torch.zeros(1, 6))
     release(None)
     thread.join()
-    [again] = mean.finish(columns=True)
+    [again] = mean.finish()
     # The same memory: a second set of buffers would take another gradient.
     assert again.data_ptr() == rows.data_ptr() and torch.equal(rows, torch.ones(1, 6))
     mean.lend()(torch.empty(1, 6))  # who keeps them gives other memory instead
     mean.start(first)
-    assert torch.equal(*mean.finish(columns=True), torch.zeros(1, 6))
+    assert torch.equal(*mean.finish(), torch.zeros(1, 6))
     assert torch.equal(rows, torch.ones(1, 6))
 
 
@@ -88,7 +88,7 @@ def test_columns_of_several_buckets_are_not_copied():
     for _ in range(2):
         mean.start(torch.zeros(6))
         mean.start(torch.ones(4))
-        blocks = mean.finish(columns=True)
+        blocks = mean.finish()
         mean.lend()(None)
         assert [block.shape for block in blocks] == [(1, 6), (1, 4)]
         places.append([block.data_ptr() for block in blocks])

@@ -56,20 +56,10 @@ def train(plan: Plan, create: Callable[..., Accelerator] | None = None) -> Trace
                 herd.detach()
                 dist.barrier()
                 return trace
-        herd.log_to(Log(trace), step, rows=True)
+        trace.logged |= herd.scalars(rows=True)
     trace.finish(model, herd)
     herd.detach()
     return trace
-
-
-class Log:
-    """Takes numbers as an Accelerator with a tracker does."""
-
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
-
-    def log(self, values, step=None) -> None:
-        self._trace.logged |= values
 
 
 def fresh(**options) -> Accelerator:

@@ -187,17 +187,13 @@ class SlicedMean:
         """Forget the buckets of a backward that broke off."""
         self._started = []
 
-    def finish(self, *, write_back: bool = True, columns: bool = False) -> Columns:
+    def finish(self) -> Columns:
         """Wait for the slices and overwrite every bucket with its mean.
 
         Every element is averaged by one rank only, so all ranks get the same bits.
 
-        Args:
-            write_back: Whether the mean is wanted; otherwise only slices are exchanged.
-            columns: Whether this rank's columns are wanted.
-
         Returns:
-            With `columns`: this rank's columns of every rank's vector, in at least float32.
+            This rank's columns of every rank's vector, in at least float32.
         """
         started, self._started = self._started, []
         ends = [bucket.flat[bucket.slices.value.numel() :] for bucket in started]
@@ -207,8 +203,8 @@ class SlicedMean:
             tails, sent = all_gather(torch.cat(ends), self._world)
             self.bytes += sent
         blocks = [bucket.slices.wait() for bucket in started]
-        pending = self._start_write_back(started, blocks, tails) if write_back else []
-        rows = self._columns(blocks, ends, tails) if columns else ()
+        pending = self._start_write_back(started, blocks, tails)
+        rows = self._columns(blocks, ends, tails)
         for gather in pending:
             gather.wait()
         self.bytes += sum(bucket.slices.bytes for bucket in started)

@@ -82,6 +82,7 @@ class SlicedTransport(RankTransport):
         self._separate: dict[str, Tensor] = {}  # gradient of a backward that is not averaged alone
         # Counted apart from `total_bytes`, which training would have sent without an order, too.
         self._separate_bytes = 0
+        self._mixed = len({p.dtype for p in model.parameters() if p.requires_grad}) > 1
         self._decided = False
         self._shares = False  # whether averaging delivers the slices of this backward
 
@@ -97,10 +98,6 @@ class SlicedTransport(RankTransport):
     @abstractmethod
     def _take_slices(self) -> tuple[Columns, Release]:
         """Return the slices that averaging has delivered, and what gives them back."""
-
-    @abstractmethod
-    def _exchange_separately(self, grads: dict[str, Tensor]) -> tuple[Columns, Release, int]:
-        """Return the same of a gradient that was not averaged alone, and the bytes sent."""
 
     @abstractmethod
     def _drop_slices(self) -> None:
@@ -123,7 +120,11 @@ class SlicedTransport(RankTransport):
         if self._shares:
             rows, release = self._take_slices()
         else:
-            rows, release, sent = self._exchange_separately(grads)
+            # Whole gradients: nothing has averaged them, or together with earlier ones.
+            cut = self.layout.cut(grads, self.world.size)
+            # Ranks may have used parameters of different dtypes.
+            block, sent = all_to_all(cut.float() if self._mixed else cut, self.world)
+            rows, release = (block.to(torch.promote_types(block.dtype, torch.float32)),), _nothing
             self._separate_bytes += sent
         self._decided = False
         # Running sums outlive a change of the scale, so rows must not depend on it.
@@ -258,10 +259,10 @@ class CoordinatedHook(SlicedTransport, BucketHook):
             flat, own = self._pieces
             copy_all(flat, own)
             self._mean.start(self._flat)
-            self._rows = self._mean.finish(columns=True)
+            self._rows = self._mean.finish()
             copy_all(own, flat)
         else:
-            self._rows = self._mean.finish(columns=True)
+            self._rows = self._mean.finish()
         self.total_bytes += self._mean.bytes - before
 
     def _use(self, buckets: Sequence[dist.GradBucket]) -> None:
@@ -298,20 +299,6 @@ class CoordinatedHook(SlicedTransport, BucketHook):
         rows, self._rows = self._rows, None
         assert rows is not None
         return rows, self._mean.lend()
-
-    def _exchange_separately(self, grads: dict[str, Tensor]) -> tuple[Columns, Release, int]:
-        before, like = self._mean.bytes, self._parameters[0].detach()
-        for bucket in self.layout.spans:
-            assert isinstance(bucket, BucketSpan)
-            # As DDP's buckets, these have one dtype: that of their parameters.
-            same = next((grads[name] for name, _ in bucket.parameters if name in grads), like)
-            flats = [
-                grads[name].flatten() if name in grads else same.new_zeros(count)
-                for name, count in bucket.parameters
-            ]
-            self._mean.start(torch.cat(flats))
-        self._rows = self._mean.finish(write_back=False, columns=True)
-        return *self._take_slices(), self._mean.bytes - before
 
     def _drop_slices(self) -> None:
         # The all-to-all has happened already; only its result is dropped.
@@ -435,12 +422,6 @@ class ShardedCoordination(SlicedTransport):
     def _refill(self, instead: Tensor | None) -> None:
         # The memory of the slices is filled again when the batch was signed, if it is not kept.
         self._rows = self._rows if instead is None else instead
-
-    def _exchange_separately(self, grads: dict[str, Tensor]) -> tuple[Columns, Release, int]:
-        # Whole gradients: FSDP has not reduced them, or has reduced them together with earlier
-        # ones.
-        rows, sent = all_to_all(self.layout.cut(grads, self.world.size), self.world)
-        return (rows.to(torch.promote_types(rows.dtype, torch.float32)),), _nothing, sent
 
     def _drop_slices(self) -> None:
         self._blocks = []

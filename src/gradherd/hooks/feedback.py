@@ -238,29 +238,21 @@ class OrderFeedback(Feeder):
             **own,
         }
 
-    @property
-    def reads_rows(self) -> bool:
-        """Whether this rank reads whole rows of its own batches."""
-        return isinstance(self._transport, GatheringTransport)
-
-    def figures(self) -> RowFigures:
-        """Return those of the last batches; the first call has rows measured from then on."""
+    def row_scalars(self) -> dict[str, float]:
+        """Return what is known of rows so far; the first call has them measured from then on."""
+        ordering = self.sampler.ordering
         if self._figures is None:
             self.before_reading()  # a thread may be learning
-            self._figures, ordering = RowFigures(self.sampler.unit), self.sampler.ordering
+            self._figures = RowFigures(self.sampler.unit)
             # An order without gradients has no prefix sums to watch.
             if ordering.policy.needs_rows:
                 ordering.watch = HerdingWatch(ordering.length)
             # Slices of gradients (whole batches of several ranks) have no rows of one rank.
             if isinstance(self._transport, GatheringTransport):
                 self._transport.figures = self._figures
-        return self._figures
-
-    def row_scalars(self) -> dict[str, float]:
-        """Return what is known of rows so far, and have them measured from now on."""
-        scalars, watch = self.figures().scalars(), self.sampler.ordering.watch
-        if watch is not None and watch.last is not None:
-            scalars["herding_bound"] = float(watch.last)
+        scalars = self._figures.scalars()
+        if ordering.watch is not None and ordering.watch.last is not None:
+            scalars["herding_bound"] = float(ordering.watch.last)
         return scalars
 
     def state_dict(self) -> dict[str, Any]:

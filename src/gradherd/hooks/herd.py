@@ -14,7 +14,6 @@ from gradherd.comm.world import World
 from gradherd.hooks.exchange import ModelExchange, ShardedExchange
 from gradherd.hooks.feedback import OrderFeedback, attached_models, inner
 from gradherd.hooks.local_steps import LocalExchange
-from gradherd.hooks.row_stats import RowStats
 from gradherd.hooks.state import (
     NOT_FOR_DCP,
     HerdState,
@@ -163,23 +162,6 @@ class Herd:
         sent = ("total_bytes", "bytes_for_ordering", "bytes_for_comparing")
         return metrics | {"bytes_in_all": sum(metrics.get(name, 0) for name in sent)}
 
-    def rows_stats(self) -> RowStats | None:
-        """Return norms of the gradients of the last batch, and their noise scale, as tensors.
-
-        The first call has rows measured from the next batch on, and returns None. Nothing is sent,
-        and nothing waits for a GPU: reading the tensors does. They are those of this rank's batch.
-
-        Raises:
-            RuntimeError: No rank holds the gradients of its own examples or batch.
-        """
-        feedback = self._ordered("rows_stats()")
-        if not feedback.reads_rows:
-            raise RuntimeError(
-                "rows_stats() needs the rows of this rank: order by gradients, and on several "
-                "ranks by single examples (unit=1) or with rows='sketch'"
-            )
-        return feedback.figures().last
-
     def scalars(self, *, rows: bool = False) -> dict[str, float]:
         """Return the metrics that are scalars, for any logger, with the prefix "herd/".
 
@@ -202,32 +184,6 @@ class Herd:
             for name, value in metrics.items()
             if isinstance(value, int | float)
         }
-
-    def log_to(self, writer: Any, step: int | None = None, *, rows: bool = False) -> None:
-        """Send `scalars()` to a logger.
-
-        Args:
-            writer: TensorBoard's SummaryWriter, a W&B run, the modules wandb, trackio or mlflow,
-                an Accelerator, or any object with `add_scalar`, `log_metrics` or `log`.
-            step: The logger's step; by default the logger counts itself.
-            rows: As for `scalars`.
-
-        Raises:
-            ValueError: The writer has none of these methods.
-        """
-        methods = ("add_scalar", "log_metrics", "log")
-        method = next((name for name in methods if callable(getattr(writer, name, None))), None)
-        if method is None:
-            raise ValueError(
-                f"writer must have one of the methods {', '.join(methods)}, got a "
-                f"{type(writer).__name__}"
-            )
-        if method == "add_scalar":
-            for name, value in self.scalars(rows=rows).items():
-                writer.add_scalar(name, value, step)
-            return
-        # mlflow, W&B and trackio take a dict; only some of them accept step=None.
-        getattr(writer, method)(self.scalars(rows=rows), **({} if step is None else {"step": step}))
 
     def last_step(self) -> dict[str, Any]:
         """Return the metrics of the last exchange that are free; {} without a sparsifier."""

@@ -46,7 +46,10 @@ class BucketSpan(NamedTuple):
         """
         # Any of them: all parameters of a row have one dtype and device.
         like = next(iter(by_name.values()))
-        parts = [by_name.get(name, like.new_zeros(count)) for name, count in self.parameters]
+        parts = [
+            by_name[name].reshape(-1) if name in by_name else like.new_zeros(count)
+            for name, count in self.parameters
+        ]
         flat, body = torch.cat(parts), self.numel // ranks * ranks
         rest = F.pad(flat[body:], (0, (body - self.numel) % ranks))
         return torch.cat([flat[:body].view(ranks, -1), rest.view(-1, ranks).T], dim=1)

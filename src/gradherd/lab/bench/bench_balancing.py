@@ -138,7 +138,7 @@ class ShardedCase(AllReduceCase):
         """Exchange shards and means; a thread computes signs at every second step."""
         before = self._mean.bytes
         self._mean.start(grad)
-        rows = self._mean.finish(columns=True)
+        rows = self._mean.finish()
         sent = self._mean.bytes - before
         # In a thread and on a group of its own, as in training: signs overlap with the next step.
         script = observe_slices(self._ordering, rows, release=self._mean.lend())
