@@ -89,7 +89,7 @@ WRONG = [
     (lambda: gh.ExDyna(density="0.1"), "density must be a number, got '0.1'"),
     (lambda: gh.ExDyna(blocks="a"), "blocks must be a whole number, got 'a'"),
     (lambda: gh.ExDyna(memory="a"), "memory must be a number, got 'a'"),
-    (lambda: gh.ExDyna(threshold="x"), "threshold must be consensus, online .* got 'x'"),
+    (lambda: gh.ExDyna(threshold="x"), "threshold must be consensus or online, got 'x'"),
     (lambda: gh.Micro(density=[1]), "density must be a number, got \\[1\\]"),
     (lambda: gh.Sparsify(method="exdyna", values="int3"), "values must be .* got 'int3'"),
     (lambda: gh.Sparsify(method=3), "method must be a sparsifier .* got 3"),

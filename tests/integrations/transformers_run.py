@@ -85,7 +85,7 @@ class OwnLoader(Trainer):
 
 
 class Ordered(GradherdTrainer, OwnLoader):
-    order = "cd-grab"
+    pass
 
 
 def refused(kind=GradherdTrainer, given=None, **options):
@@ -94,7 +94,7 @@ def refused(kind=GradherdTrainer, given=None, **options):
 
 
 WRONG = {
-    "a sampler of its own": lambda: refused(Ordered, {}),
+    "a sampler of its own": lambda: refused(Ordered),
     "group_by_length": lambda: refused(train_sampling_strategy="group_by_length"),
     "split_batches": lambda: refused(accelerator_config={"split_batches": True}),
     "nothing to do": lambda: refused(given={}),

@@ -8,6 +8,7 @@ and written here.
 Shapes: D elements of all parameters in the flat vector; of a sharded model, of this rank's shards.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -210,17 +211,23 @@ class GradientExchange(ModelExchange):
         piece.copy_(mean)
         self.total_bytes += sent
 
-    def _run(self, present: set[str], flags: Tensor | None) -> tuple[Outcome | None, set[str]]:
-        """Exchange the gradient that was added to the worker.
+    @abstractmethod
+    def _write(self, indices: Tensor, mean: Tensor, used: set[str]) -> Tensor:
+        """Write the (K,) mean into gradients; return (K,) what their dtypes could hold of it."""
+
+    @abstractmethod
+    def _spoil(self, used: set[str]) -> None:
+        """Set the gradients of parameters to NaN."""
+
+    def _run(self, present: set[str], flags: Tensor | None) -> None:
+        """Exchange the gradient that was added to the worker, and write the mean.
+
+        If some rank had a gradient that is not finite, all ranks take NaN, so that a GradScaler
+        skips the step on all of them, and residuals stay what they were.
 
         Args:
             present: Names of the parameters that have a gradient on all ranks or on some.
             flags: (P,) which parameters this rank has used, as uint8, where ranks may differ.
-
-        Returns:
-            The outcome; None if some rank had a gradient that is not finite. All ranks then take
-            NaN, so that a GradScaler skips the step on all of them, and residuals stay what they
-            were. And the names of the parameters that any rank has used.
         """
         (outcome, used), sent = run(self._script(present, flags), self.peers)
         self.total_bytes += sent
@@ -228,12 +235,16 @@ class GradientExchange(ModelExchange):
             outcome = None
         if outcome is None:
             self._worker.commit(None)
+            self._spoil(used)
             self._skipped_in_a_row += 1
             self._broken.note(self._skipped_in_a_row)
-        else:
-            self._skipped_in_a_row = 0
-            self._metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
-        return outcome, used
+            return
+        # A narrow dtype rounds or clamps the mean. What gradients could not hold goes back into
+        # the residual, so the optimizer gets it later.
+        written = self._write(outcome.coordinates(), self._worker.mean_of(outcome), used)
+        self._worker.commit(outcome, written=written, excluded=self._spans_without(used))
+        self._skipped_in_a_row = 0
+        self._metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
 
     def _script(
         self, present: set[str], flags: Tensor | None

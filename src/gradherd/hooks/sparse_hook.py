@@ -66,8 +66,9 @@ class SparseHook(BucketHook, GradientExchange):
         self._slices: dict[Tensor, slice] = {
             p: self.layout.slices[name] for name, p in parameters.items()
         }
-        self._placement: Placement | None = None  # of the last buckets
-        self._present: set[str] = set()  # names of the parameters that they hold
+        self._flats: list[Tensor] = []  # the last buckets
+        self._placement: Placement | None = None  # of the parameters in them
+        self._present: set[str] = set()  # their names
         # Which parameters a backward has used must be read on the host, once per step.
         on_device = not tracks_usage(ddp) and runs_on_device(self._worker)
         self._steps = GpuSteps(self._worker) if on_device else None
@@ -121,27 +122,24 @@ class SparseHook(BucketHook, GradientExchange):
             self._take_clipped(buckets, self._clip)
         if self.learn(buckets):
             self._place(buckets)
-        flats = [bucket.buffer() for bucket in buckets]
-        if self._steps is not None:
-            for number, bucket in self._late:
-                self._steps.add(number, bucket.buffer())
-            sent = self._steps.exchange(flats, self.world)
-            self.total_bytes += sent
-            self._metrics = {"bytes": sent}
-            self._look_back()
+        self._flats = [bucket.buffer() for bucket in buckets]
+        if self._steps is None:
+            self._run(self._present, None if self._usage is None else self._usage.take())
             return
+        for number, bucket in self._late:
+            self._steps.add(number, bucket.buffer())
+        sent = self._steps.exchange(self._flats, self.world)
+        self.total_bytes += sent
+        self._metrics = {"bytes": sent}
+        self._look_back()
+
+    def _write(self, indices: Tensor, mean: Tensor, used: set[str]) -> Tensor:
         assert self._placement is not None
-        flags = None if self._usage is None else self._usage.take()
-        outcome, used = self._run(self._present, flags)
-        if outcome is None:
-            for flat in flats:
-                flat.fill_(torch.nan)
-            return
-        # A narrow dtype rounds or clamps the mean. What the bucket could not hold goes back into
-        # the residual, so the optimizer gets it later.
-        at = self._placement.positions(outcome.coordinates())
-        written = self._placement.write(flats, at, self._worker.mean_of(outcome))
-        self._worker.commit(outcome, written=written, excluded=self._spans_without(used))
+        return self._placement.write(self._flats, self._placement.positions(indices), mean)
+
+    def _spoil(self, used: set[str]) -> None:
+        for flat in self._flats:
+            flat.fill_(torch.nan)
 
     def _place(self, buckets: Sequence[dist.GradBucket]) -> None:
         """Find out where parameters lie in other buckets; on a GPU the residual follows them."""
@@ -321,13 +319,7 @@ class ShardedSparseHook(ShardedExchange, GradientExchange):
         # fail. Replicas may differ.
         flags = [name in touched for name in self.parameters]
         on_device = torch.tensor(flags, dtype=torch.uint8, device=self._grad.device)
-        outcome, used = self._run(set(self.parameters), on_device)
-        if outcome is None:
-            for name in used:
-                self._local_grad(name).fill_(torch.nan)
-            return
-        written = self._write(outcome.coordinates(), self._worker.mean_of(outcome), used)
-        self._worker.commit(outcome, written=written, excluded=self._spans_without(used))
+        self._run(set(self.parameters), on_device)
 
     def _local_grad(self, name: str) -> Tensor:
         """Return this rank's shard of p.grad, flat."""
@@ -335,6 +327,10 @@ class ShardedSparseHook(ShardedExchange, GradientExchange):
         if parameter.grad is None:  # used by other replicas only
             parameter.grad = torch.zeros_like(parameter)
         return local_shard(parameter.grad).view(-1)
+
+    def _spoil(self, used: set[str]) -> None:
+        for name in used:
+            self._local_grad(name).fill_(torch.nan)
 
     def _write(self, indices: Tensor, mean: Tensor, used: set[str]) -> Tensor:
         """Add the (K,) mean to p.grad; return (K,) what the dtypes of the gradients could hold."""

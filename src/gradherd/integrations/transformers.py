@@ -3,10 +3,7 @@
     trainer = GradherdTrainer(model, args, train_dataset=data, order="cd-grab")
     trainer.train(resume_from_checkpoint=True)
 
-It is also a mixin for a Trainer of your own:
-
-    class MyTrainer(GradherdTrainer, TheirTrainer):
-        order = "cd-grab"
+It is also a mixin for a Trainer of your own: class MyTrainer(GradherdTrainer, TheirTrainer).
 
 Checkpoints hold `herd.safetensors` beside the optimizer's state. On resume the Trainer skips the
 batches of the epoch that were trained on, and the sampler leaves that to it.
@@ -14,7 +11,7 @@ batches of the epoch that were trained on, and the sampler leaves that to it.
 
 import os
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from accelerate.data_loader import DataLoaderShard
 from torch import Tensor
@@ -25,12 +22,7 @@ from gradherd.hooks.state import pack, unpack
 from gradherd.integrations.accelerate import check_accelerator, ordered_shard
 from gradherd.integrations.loaders import HerdOwner, HerdSettings
 from gradherd.ordering.batches import LoopCount
-from gradherd.ordering.policy import Policy
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.rows.settings import RowSettings
-from gradherd.sparsify.local import LocalSteps
-from gradherd.sparsify.selector import Selector
-from gradherd.sparsify.settings import Sparsify
 
 FILE = "herd.safetensors"
 
@@ -41,35 +33,21 @@ class GradherdTrainer(HerdOwner, Trainer):
     As a mixin it must come first among the base classes.
     """
 
-    order: ClassVar[str | Policy | None] = None
-    """Order of the training examples, such as "cd-grab"; None keeps the Trainer's own."""
-    unit: ClassVar[int | str] = "batch"
-    """Examples that are ordered as one: whole batches, or a number."""
-    sparsify: ClassVar[str | Selector | Sparsify | None] = None
-    """How DDP exchanges gradients, such as `ExDyna(density=0.01)`; None keeps DDP's."""
-    local: ClassVar[LocalSteps | None] = None
-    """Steps that each rank takes on its own, such as `LocalSteps()`; None averages gradients."""
-    rows: ClassVar[str | RowSettings] = "auto"
-    """How gradients are read for ordering; see `gradherd.attach`."""
-    log_rows: ClassVar[bool] = False
-    """Whether to log norms of gradients, noise scale and herding bound as well."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Create the Trainer.
 
         Args:
             *args: As for the Trainer.
-            **kwargs: As for the Trainer; order, unit, sparsify, local, rows and log_rows may be
-                given here, too. The seed of the order is `args.data_seed`, or `args.seed`.
+            **kwargs: As for the Trainer; and order, unit, sparsify, local and rows, as in
+                `HerdSettings`, and log_rows, whether to log norms of gradients, noise scale and
+                herding bound as well. The seed of the order is `args.data_seed`, or `args.seed`.
 
         Raises:
             ValueError: The set-up would train on wrong examples, or is not supported.
         """
-        given = {
-            name: kwargs.pop(name, getattr(type(self), name))
-            for name in ("order", "unit", "sparsify", "local", "rows")
-        }
-        self._log_rows = kwargs.pop("log_rows", type(self).log_rows)
+        names = {"order", "unit", "sparsify", "local", "rows"} & kwargs.keys()
+        given = {name: kwargs.pop(name) for name in names}
+        self._log_rows = kwargs.pop("log_rows", False)
         super().__init__(*args, **kwargs)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         self._settings = HerdSettings(**given, seed=seed)
