@@ -1,6 +1,5 @@
 """Tasks by name, and tasks of one's own."""
 
-import re
 import sys
 from pathlib import Path
 
@@ -138,16 +137,6 @@ def test_unknown_names_execute_nothing(own, monkeypatch, name):
     with pytest.raises(ValueError, match=f"unknown task '{name}'; known are digits, digits-mlp"):
         find_task(name)
     assert set(sys.modules) == loaded
-
-
-@pytest.mark.parametrize(
-    "name", ["wikitext2-lstm", "wikitext2-lstm-carried", "sst2-transformer", "m4-mlp"]
-)
-def test_a_task_that_has_moved_is_found_where_the_error_says(name):
-    with pytest.raises(ValueError) as error:
-        find_task(name)
-    place = re.search(r"is now (\S+:\w+) of gradherd's repository", str(error.value))[1]
-    assert find_task(str(REPOSITORY / place)).name == name
 
 
 def test_names_are_those_of_the_tasks():

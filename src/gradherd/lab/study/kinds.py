@@ -17,12 +17,11 @@ from gradherd.comm.world import World
 from gradherd.lab.study.file import Study, check_types
 from gradherd.lab.study.results import describe_run, to_columns
 from gradherd.lab.tasks.registry import class_in_file, find_task
-from gradherd.lab.tasks.task import load_split
 from gradherd.lab.text import check_known
 from gradherd.lab.train.config import RunConfig, run_settings
 from gradherd.lab.train.loop import Progress
 from gradherd.lab.train.runner import check_suitable, run_all
-from gradherd.lab.train.stacking import saved_per_example, stack_runs
+from gradherd.lab.train.stacking import stack_runs
 from gradherd.ordering.policy import Policy
 from gradherd.ordering.registry import POLICIES
 from gradherd.sparsify.registry import SPARSIFIERS
@@ -134,12 +133,8 @@ class CompareStudy(StudyKind):
         configs = [_config(run, context) for run in runs]
         # All arms before the first is trained: the last one must not fail after hours.
         check_suitable(configs, context.data_dir)
-        model, saved = task.model(), 0
-        if context.device != "cpu":  # A GPU keeps the activations of a whole stack at once.
-            split = load_split(task, context.data_dir, runs[0].settings["limit"])
-            saved = saved_per_example(task, model, split.train)
         # Runs with small models share steps, which costs little more than one run alone.
-        return [[runs[at] for at in places] for places in stack_runs(configs, model, saved)]
+        return [[runs[at] for at in places] for places in stack_runs(configs, task.model())]
 
     def run(self, runs: Sequence[PlannedRun], context: RunContext) -> list[RunOutcome]:
         """Train the runs of a batch."""

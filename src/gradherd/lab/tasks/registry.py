@@ -27,14 +27,6 @@ TASKS: dict[str, Callable[[], Task]] = {
 }
 """Tasks by name."""
 
-_MOVED = {
-    "wikitext2-lstm": "lstm.py:WikiText2LSTM",
-    "wikitext2-lstm-carried": "lstm.py:WikiText2CarriedLSTM",
-    "sst2-transformer": "sst2.py:SST2Transformer",
-    "m4-mlp": "m4.py:M4MLP",
-}
-"""Former names, and where these tasks are now below studies/tasks."""
-
 
 def find_task(name: str) -> Task:
     """Return the task of that name, or the class given as `path/to/file.py:ClassName`.
@@ -46,11 +38,6 @@ def find_task(name: str) -> Task:
     """
     if ":" in name:
         return _from_file(name)
-    if name in _MOVED:
-        raise ValueError(
-            f"task {name!r} is now studies/tasks/{_MOVED[name]} of gradherd's repository: give the "
-            "path to that file"
-        )
     if name not in TASKS:
         raise ValueError(
             f"unknown task {name!r}; known are {', '.join(TASKS)}; "

@@ -324,39 +324,31 @@ class RankTrainer:
         return epoch
 
     def _costs(self) -> dict[str, float]:
-        """Return what was spent since this process started."""
-        metrics = self._herd.metrics()
-        hook = self._mean_hook
-        saving = 0.0 if self.checkpointer is None else self.checkpointer.stopwatch.seconds
+        """Return what was spent since this process started, by the names of counters."""
+        metrics, hook = self._herd.metrics(), self._mean_hook
+        ordering = metrics["bytes_for_ordering"]
         return {
             "ordering_seconds": metrics["ordering_seconds"],
-            "ordering_bytes": metrics["bytes_for_ordering"],
             "exchange_seconds": hook.stopwatch.seconds if hook else metrics["exchange_seconds"],
-            "saving_seconds": saving,
-            "exchange_bytes": hook.total_bytes if hook else metrics["total_bytes"],
+            "saving_seconds": self.checkpointer.stopwatch.seconds if self.checkpointer else 0.0,
             "skipped_steps": metrics.get("skipped_steps", 0),
-            "residual_norm": metrics.get("residual_norm", 0.0),
+            "ordering_bytes": ordering,
+            "bytes": ordering + (hook.total_bytes if hook else metrics["total_bytes"]),
         }
 
     def _add_costs(self, counters: EpochCounters, before: dict[str, float]) -> None:
-        after = self._costs()
-        spent = {name: after[name] - before[name] for name in after}
-        counters.ordering_seconds += spent["ordering_seconds"]
-        counters.exchange_seconds += spent["exchange_seconds"]
-        counters.saving_seconds += spent["saving_seconds"]
-        counters.skipped_steps += int(spent["skipped_steps"])
+        spent = {name: after - before[name] for name, after in self._costs().items()}
         # Ranks send different amounts: the record holds the mean over them.
-        sent = torch.tensor(
-            [spent["ordering_bytes"], spent["exchange_bytes"]],
-            dtype=torch.float64,
-            device=self._device,
+        sent = [spent["ordering_bytes"], spent["bytes"]]
+        all_sent = all_gather(
+            torch.tensor(sent, dtype=torch.float64, device=self._device), self._world
         )
-        ordering, exchange = all_gather(sent, self._world).value.mean(0).tolist()
-        counters.ordering_bytes += round(ordering)
-        counters.bytes += round(ordering + exchange)
+        spent["ordering_bytes"], spent["bytes"] = map(round, all_sent.value.mean(0).tolist())
+        for name, value in spent.items():
+            setattr(counters, name, getattr(counters, name) + value)
         # Local steps that send all coordinates, in one bit, have a residual as well.
         if self._config.density is not None or self._config.local_steps is not None:
-            counters.residual_norm = after["residual_norm"]
+            counters.residual_norm = self._herd.metrics().get("residual_norm", 0.0)
 
     def evaluate(self) -> list[Evaluation]:
         """Evaluate the model, all ranks together."""

@@ -79,7 +79,8 @@ class StackedStep:
                 rows.append(rows_of(grads))
             return (torch.stack(rows), torch.stack(means), *state)
 
-        self._steps = _GraphCache(steps)
+        self._steps, self._graphed = steps, GraphedFunction(steps)
+        self._traced: dict[torch.Size, Step] = {}
 
     def __call__(self, lrs: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Take K steps: one, or more where `takes_several`.
@@ -92,29 +93,18 @@ class StackedStep:
             The rows of each step, and (K, S, D) mean gradients; on a GPU the next call overwrites
             both.
         """
-        rows, means, *state = self._steps(lrs, indices, *self._state)
+        tensors = (lrs, indices, *self._state)
+        if lrs.is_cuda:
+            rows, means, *state = self._graphed(*tensors)
+        else:
+            # A trace fixes shapes; the last batch of an epoch may be shorter.
+            if indices.shape not in self._traced:
+                self._traced[indices.shape] = _trace(self._steps, tensors)
+            rows, means, *state = self._traced[indices.shape](*tensors)
         # Copied back, so that parameters stay at the addresses that the graph reads.
         for tensor, value in zip(self._state, state, strict=True):
             tensor.copy_(value)
         return rows, means
-
-
-class _GraphCache:
-    """A function whose graph is built once for each input shape."""
-
-    def __init__(self, function: Step) -> None:
-        self._function = function
-        self._graphed = GraphedFunction(function)
-        self._traced: dict[tuple[torch.Size, ...], Step] = {}
-
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        if tensors[0].is_cuda:
-            return self._graphed(*tensors)
-        # A trace fixes shapes; the last batch of an epoch may be shorter.
-        shapes = tuple(tensor.shape for tensor in tensors)
-        if shapes not in self._traced:
-            self._traced[shapes] = _trace(self._function, tensors)
-        return self._traced[shapes](*tensors)
 
 
 def _make_gradients(task: Task, model: nn.Module, tensors: Tensors) -> Gradients:
