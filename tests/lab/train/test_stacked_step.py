@@ -9,7 +9,6 @@ from gradherd.lab.train.optimizers import FunctionalOptimizer
 from gradherd.lab.train.stacked_step import (
     StackedStep,
     _make_gradients,
-    linear_form,
     make_vmappable,
 )
 
@@ -58,7 +57,7 @@ def test_a_step_is_that_of_torch(name, rule):
     for count in (4, 4, 3, 4):  # a short batch is another graph
         indices = torch.randint(40, (3, count, 2), generator=generator)  # groups of two
         with torch.no_grad():
-            (rows,), (mean,) = step(rates.unsqueeze(0), indices.unsqueeze(0))
+            rows, mean = step(rates, indices)
         for at, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             for row, index in zip(rows[at], indices[at], strict=True):
                 one = task.loss(model, *(column[index] for column in columns))
@@ -127,54 +126,8 @@ def test_a_step_of_convolutions_can_be_traced():
     indices = torch.tensor([[[0, 1], [4, 3]], [[2, 5], [1, 0]]])
     with torch.no_grad():
         step = StackedStep(task, models[0], columns, FunctionalOptimizer(), flat)
-        (rows,), _ = step(torch.full((1, 2, 1), 0.01), indices.unsqueeze(0))
+        rows, _ = step(torch.full((2, 1), 0.01), indices)
     for model, batches, own in zip(models, indices, rows, strict=True):
         for index, row in zip(batches, own, strict=True):
             expected = _flat_grad(task.loss(model, *(c[index] for c in columns)), model)
             torch.testing.assert_close(row, expected, rtol=1e-3, atol=1e-5)
-
-
-def _hmda_columns():
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(40, 18, generator=generator), torch.arange(40).remainder(2).float()
-
-
-@pytest.mark.parametrize("group", [1, 2])
-def test_several_steps_in_one_call_are_steps_one_by_one(group):
-    task, columns = find_task("hmda"), _hmda_columns()
-    models, flat = _models(task, 2)
-    rule, other = FunctionalOptimizer(momentum=0.9), flat.clone()
-    one, several = (StackedStep(task, models[0], columns, rule, each) for each in (flat, other))
-    indices = torch.randint(40, (3, 2, 4, group), generator=torch.Generator().manual_seed(1))
-    rates = torch.tensor([0.1, 0.2, 0.3]).view(3, 1, 1).expand(3, 2, 1)
-    with torch.no_grad():
-        for _ in range(2):  # momentum goes on
-            rows, means = several(rates, indices)
-            for at in range(len(rates)):
-                (expected,), (mean,) = one(rates[at : at + 1], indices[at : at + 1])
-                torch.testing.assert_close(rows[at], expected, rtol=1e-4, atol=1e-6)
-                torch.testing.assert_close(means[at], mean, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(flat, other, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("group", [1, 3])
-def test_closed_form_gradients_are_those_of_the_loss(group):
-    task, columns = find_task("hmda"), _hmda_columns()
-    models, flat = _models(task, 2)
-    indices = torch.arange(2 * 4 * group).remainder(40).view(2, 4, group)
-    form, gradients = linear_form(task, _make_gradients(task, models[0], columns), columns)
-    found = gradients(flat, tuple(column[indices] for column in form))
-    for model, batches, own in zip(models, indices, found, strict=True):
-        for index, row in zip(batches, own, strict=True):
-            expected = _flat_grad(task.loss(model, *(c[index] for c in columns)), model)
-            torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_wrong_closed_form_gradients_are_refused():
-    class Wrong(type(find_task("hmda"))):
-        def score_gradient(self, logits, targets):
-            return 2 * super().score_gradient(logits, targets)
-
-    task, columns = Wrong(), _hmda_columns()
-    with pytest.raises(RuntimeError, match=r"differ from the gradients of its loss\(\)"):
-        StackedStep(task, task.model(), columns, FunctionalOptimizer(), torch.zeros(1, 19))

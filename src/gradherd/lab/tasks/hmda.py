@@ -69,15 +69,6 @@ class HMDA(Task):
         inputs, targets = tensors
         return F.binary_cross_entropy_with_logits(model(inputs).squeeze(1), targets)
 
-    def linear_form(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (n, 19) features and labels."""
-        inputs, targets = tensors
-        return torch.cat([inputs, torch.ones_like(inputs[:, :1])], dim=1), targets
-
-    def score_gradient(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """Return the derivative of each example's loss by its logit, in any shape."""
-        return scores.sigmoid() - targets
-
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
         """Return the accuracy in percent."""
 

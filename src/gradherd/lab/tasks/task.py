@@ -124,17 +124,6 @@ class Task:
         """Return the mean loss over all examples, if they have to be read one after another."""
         raise NotImplementedError
 
-    def linear_form(self, *tensors: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return (n, D) features, whose product with the parameters is the score, and (n,) targets.
-
-        None if scores are not linear in the parameters.
-        """
-        return None
-
-    def score_gradient(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """Return the derivative of each example's loss by its score; goes with `linear_form`."""
-        raise NotImplementedError
-
 
 REQUIRED = (*(name for name in Task.__annotations__ if name != "evaluation_chunk"),)
 REQUIRED += ("load", "model", "loss", "metric")

@@ -5,7 +5,7 @@ parameters are stacked, gradients of groups of examples come from torch.func, an
 step is built once: a small model spends its time in Python calls, not in arithmetic. On the CPU a
 traced graph runs in C++; on a GPU a captured graph runs without the host.
 
-Letters: S runs, K steps, G groups of a step (of all workers), B examples of a group, D parameters,
+Letters: S runs, G groups of a step (of all workers), B examples of a group, D parameters,
 C channels.
 """
 
@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradherd.flat import FlatSpec
-from gradherd.lab.tasks.task import Task, Tensors, augments
+from gradherd.lab.tasks.task import Task, Tensors
 from gradherd.lab.train.cuda_graphs import GraphedFunction, SideBySide
 from gradherd.lab.train.optimizers import FunctionalOptimizer
 
@@ -51,60 +51,47 @@ class StackedStep:
         """
         self._state = (parameters, *optimizer.init(parameters))
         gradients = _make_gradients(task, model, tensors)
-        linear = linear_form(task, gradients, tensors)
-        if linear is not None:
-            tensors, gradients = linear
-        self.takes_several = linear is not None
-        """Whether several steps in a call are faster than one by one.
 
-        Those of a linear model are: a step is all overhead. For other models tracing so many steps
-        takes longer than it saves.
-        """
-
-        def steps(lrs: Tensor, indices: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        def step(
+            lr: Tensor, indices: Tensor, parameters: Tensor, *state: Tensor
+        ) -> tuple[Tensor, ...]:
             # Indexed inside the graph: only indices are copied to the static input. Three times as
             # fast as tensor[indices] on a CPU.
             flat = indices.flatten()
-            found = [
+            found = (
                 one.index_select(0, flat).view(*indices.shape, *one.shape[1:]) for one in tensors
-            ]
-            means, rows = [], []
-            for lr, *examples in zip(lrs.unbind(), *(one.unbind() for one in found), strict=True):
-                grads = gradients(state[0], tuple(examples))
-                mean = grads.mean(1)
-                # Nothing is updated in place here: tracing drops in-place writes in some versions.
-                updated, optimizer_state = optimizer.update(state[0], state[1:], lr, mean)
-                state = (updated, *optimizer_state)
-                means.append(mean)
-                rows.append(rows_of(grads))
-            return (torch.stack(rows), torch.stack(means), *state)
+            )
+            grads = gradients(parameters, tuple(found))
+            mean = grads.mean(1)
+            # Nothing is updated in place here: tracing drops in-place writes in some versions.
+            updated, after = optimizer.update(parameters, state, lr, mean)
+            return (rows_of(grads), mean, updated, *after)
 
-        self._steps, self._graphed = steps, GraphedFunction(steps)
+        self._step, self._graphed = step, GraphedFunction(step)
         self._traced: dict[torch.Size, Step] = {}
 
-    def __call__(self, lrs: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Take K steps: one, or more where `takes_several`.
+    def __call__(self, lr: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Take a step.
 
         Args:
-            lrs: (K, S, 1) learning rates.
-            indices: (K, S, G, B) examples of each run.
+            lr: (S, 1) learning rates.
+            indices: (S, G, B) examples of each run.
 
         Returns:
-            The rows of each step, and (K, S, D) mean gradients; on a GPU the next call overwrites
-            both.
+            The rows, and (S, D) mean gradients; on a GPU the next call overwrites both.
         """
-        tensors = (lrs, indices, *self._state)
-        if lrs.is_cuda:
-            rows, means, *state = self._graphed(*tensors)
+        tensors = (lr, indices, *self._state)
+        if lr.is_cuda:
+            rows, mean, *state = self._graphed(*tensors)
         else:
             # A trace fixes shapes; the last batch of an epoch may be shorter.
             if indices.shape not in self._traced:
-                self._traced[indices.shape] = _trace(self._steps, tensors)
-            rows, means, *state = self._traced[indices.shape](*tensors)
+                self._traced[indices.shape] = _trace(self._step, tensors)
+            rows, mean, *state = self._traced[indices.shape](*tensors)
         # Copied back, so that parameters stay at the addresses that the graph reads.
         for tensor, value in zip(self._state, state, strict=True):
             tensor.copy_(value)
-        return rows, means
+        return rows, mean
 
 
 def _make_gradients(task: Task, model: nn.Module, tensors: Tensors) -> Gradients:
@@ -150,43 +137,6 @@ def _loop_over_runs(function: Callable[..., Tensor], *, on_gpu: bool) -> Callabl
         return torch.stack([results[at] for at in range(len(results))])
 
     return looped
-
-
-def linear_form(
-    task: Task, gradients: Gradients, tensors: Tensors
-) -> tuple[Tensors, Gradients] | None:
-    """Return the closed form of a task whose scores are linear in the parameters, if it has one.
-
-    Seven operations per step, where autograd and vmap take eighty: such a model is all overhead.
-
-    Returns:
-        (n, D) features and (n,) targets, and the function that returns the gradients on these.
-
-    Raises:
-        RuntimeError: Its gradients are not those of autograd.
-    """
-    # Augmented examples change from epoch to epoch, which features computed once would miss.
-    form = None if augments(task) else task.linear_form(*tensors)
-    if form is None:
-        return None
-
-    def of_scores(parameters: Tensor, examples: Tensors) -> Tensor:
-        features, targets = examples
-        scores = torch.bmm(features.flatten(1, 2), parameters.unsqueeze(2)).view(targets.shape)
-        grads = features * task.score_gradient(scores, targets).unsqueeze(-1)
-        return grads.squeeze(2) if grads.shape[2] == 1 else grads.mean(2)
-
-    size, device = form[0].shape[1], tensors[0].device
-    flat = torch.linspace(-1, 1, 2 * size, device=device).view(2, size)
-    sample = torch.arange(8, device=device).remainder(len(tensors[0])).view(2, 2, 2)
-    found = of_scores(flat, tuple(tensor[sample] for tensor in form))
-    expected = gradients(flat, tuple(tensor[sample] for tensor in tensors))
-    if not torch.allclose(found, expected, rtol=1e-3, atol=1e-5):
-        raise RuntimeError(
-            "the task's linear_form() and score_gradient() differ from the gradients of its loss() "
-            f"by up to {float((found - expected).abs().max()):.2g}: correct or remove them"
-        )
-    return form, of_scores
 
 
 class FunctionalModel:

@@ -5,7 +5,7 @@ last bits, and orders may diverge after a while where a sign depends on those bi
 are as accurate, but use another hash: here the whole gradient is available and is sketched at once.
 
 Letters: S runs, s of them whose orders need rows, R workers, B examples of a worker in a step, U
-units of them, G groups, T steps, K of them in a call, D parameters, k elements of a row.
+units of them, G groups, T steps, D parameters, k elements of a row.
 """
 
 import contextlib
@@ -37,9 +37,6 @@ from gradherd.rows.sketch import CountSketch
 
 # Rows are buffered and passed to the orders together, up to this many steps and elements.
 _MAX_STEPS, _MAX_ELEMENTS, _MAX_GPU_ELEMENTS = 512, 8_000_000, 1 << 30
-# Steps of a graph on the CPU, and steps of an epoch from which building it takes less time than it
-# saves. A GPU replays a graph of one step without the host.
-_STEPS_PER_CALL, _MANY_STEPS = 16, 2000
 
 
 class StackedTrainer:
@@ -126,21 +123,20 @@ class StackedTrainer:
         sent_before = [one.bytes for one in self._coordination]
         data_seconds = time.perf_counter() - begin
         buffered, capacity = 0, self._buffered_steps(batches[0].shape[2])
-        together = self._step.takes_several and not lrs.is_cuda and count >= _MANY_STEPS
-        done, at_once = 0, _STEPS_PER_CALL if together else 1
-        while done < count:
-            # The last batch may be shorter, so it never shares a call or a buffer with others.
-            fits = min(capacity - buffered, count - 1 - done) >= at_once
-            span = slice(done, done + (at_once if fits else 1))
+        for at, batch in enumerate(batches):
             # The largest group that still gives every row: fewer groups are less work.
-            group = config.unit if self._first_with_rows < runs else batches[done][0].numel()
-            examples = torch.stack(batches[span])  # (K, S, R, B)
-            rows, mean = self._step(lrs[span], examples.reshape(*examples.shape[:2], -1, group))
+            group = config.unit if self._first_with_rows < runs else batch[0].numel()
+            # Contiguous, as traces expect it.
+            rows, mean = self._step(lrs[at], batch.reshape(runs, -1, group).contiguous())
             if self._tracks_prefix_sums:
-                means[span] = mean
-            self._store(rows, buffered, capacity)
-            buffered, done = buffered + span.stop - done, span.stop
-            if buffered == capacity or done >= count - 1:
+                means[at] = mean
+            shape = (len(rows), capacity, *rows.shape[1:])
+            if self._rows.shape != shape:
+                self._rows = rows.new_empty(shape)
+            self._rows[:, buffered].copy_(rows)
+            buffered += 1
+            # The last batch may be shorter, so it never shares a buffer with others.
+            if buffered == capacity or at >= count - 2:
                 self._observe(buffered, counters)
                 on_step(buffered * runs)
                 buffered = 0
@@ -182,13 +178,6 @@ class StackedTrainer:
         elements = (len(self._configs) - self._first_with_rows) * self._columns * units
         # At least one step, even if its rows alone are over the limit.
         return max(1, min(_MAX_STEPS, most // max(1, elements)))
-
-    def _store(self, rows: Tensor, at: int, steps: int) -> None:
-        """Buffer (K, s, G, k) rows as those of K steps from step `at` of `steps` on."""
-        shape = (rows.shape[1], steps, *rows.shape[2:])
-        if self._rows.shape != shape:
-            self._rows = rows.new_empty(shape)
-        self._rows[:, at : at + len(rows)].copy_(rows.transpose(0, 1))
 
     def _observe(self, steps: int, counters: list[EpochCounters]) -> None:
         """Pass the buffered rows of `steps` steps to the orders."""
