@@ -14,7 +14,6 @@ program loads at a time.
 """
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -30,25 +29,11 @@ _BLOCK, _UNROLL = 1024, 8
 _LEAST_SPAN, _SHORT_BLOCK = 256, 256
 
 
-class _LaunchShape(NamedTuple):
-    """How `_product_kernel` is launched."""
-
-    columns: int
-    """K, columns loaded at a time."""
-    warps: int
-    """Warps of a program."""
-    per_sm: int
-    """Programs per multiprocessor."""
-
-
-# By number of vectors, rounded up: the fastest of a dozen candidates each, measured on an H200. A
-# single warp needs no barriers; from 64 vectors on, four warps can use the larger matrix
-# instructions of Hopper.
-_SHAPES = {
-    16: _LaunchShape(64, 1, 16),
-    32: _LaunchShape(32, 2, 16),
-    64: _LaunchShape(64, 4, 2),
-}
+# How `_product_kernel` is launched, by number of vectors, rounded up: K, warps of a program, and
+# programs per multiprocessor; the fastest of a dozen candidates each, measured on an H200. A single
+# warp needs no barriers; from 64 vectors on, four warps can use the larger matrix instructions of
+# Hopper.
+_SHAPES = {16: (64, 1, 16), 32: (32, 2, 16), 64: (64, 4, 2)}
 
 
 @triton.jit
@@ -197,10 +182,10 @@ def products(z: Tensor, running: Tensor) -> Tensor:
 def _spans(z: Tensor, least: int) -> tuple[int, int]:
     """Return the number of programs of a stream, and the columns of each, at least `least`."""
     streams, count, columns = z.shape
-    shape = _SHAPES[_padded(count)]
-    per_stream = max(1, shape.per_sm * _processors(z.device) // streams)
+    block, _, per_processor = _SHAPES[_padded(count)]
+    per_stream = max(1, per_processor * _processors(z.device) // streams)
     # Whole blocks for all programs but the last, so that only that one needs a mask.
-    span = triton.cdiv(triton.cdiv(columns, shape.columns), per_stream) * shape.columns
+    span = triton.cdiv(triton.cdiv(columns, block), per_stream) * block
     span = max(span, least)
     return triton.cdiv(columns, span), span
 
@@ -213,11 +198,11 @@ def _padded(count: int) -> int:
 def _write_products(z: Tensor, running: Tensor, parts: Tensor, span: int) -> None:
     """Write the products over each range of `span` columns to `parts`."""
     streams, count, columns = z.shape
-    shape = _SHAPES[_padded(count)]
+    block, warps, _ = _SHAPES[_padded(count)]
     launch(
         _product_kernel, (parts.shape[1], streams),
         z, running, parts, z.stride(0), z.stride(1), running.stride(0), columns, span, count,
-        P=_padded(count), K=shape.columns, num_warps=shape.warps, num_stages=1,
+        P=_padded(count), K=block, num_warps=warps, num_stages=1,
     )  # fmt: skip
 
 

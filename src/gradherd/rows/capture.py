@@ -305,7 +305,7 @@ class Capture:
             # Not in step with other ranks, which follow with the next check.
             self._check.leave_out(self._check.without_batch())
             with torch.no_grad():
-                rows = self._exact(examples) if self._pool.is_exact else self._sketched(examples)
+                rows = self._rows(examples)
             self._warn_of_unfrozen()
         finally:
             self._check.next_batch(self._model.training)
@@ -338,20 +338,14 @@ class Capture:
                     total = rows if total is None else total + rows
         return total
 
-    def _exact(self, examples: int) -> Tensor:
-        """Return the rows (B, D), neither averaged nor unscaled."""
-        parts = [self._like.new_zeros(examples, 0)]
-        for index, count in enumerate(self.spec.numels):
-            rows = self._whole_rows(index, examples)
-            parts.append(self._like.new_zeros(examples, count) if rows is None else rows)
-        return torch.cat(parts, 1)
-
-    def _sketched(self, examples: int) -> Tensor:
-        """Return the rows (B, k), neither averaged nor unscaled."""
+    def _rows(self, examples: int) -> Tensor:
+        """Return the rows (B, k), neither averaged nor unscaled; exact: (B, D)."""
         total = self._like.new_zeros(examples, self._size)
         for index in self._whole:
             rows = self._whole_rows(index, examples)
-            if rows is not None:
+            if rows is not None and self._pool.is_exact:
+                total[:, self.spec.slices[self.spec.names[index]]] = rows
+            elif rows is not None:
                 total += self._sketch(rows, self.spec.names[index])
         columns: dict[str, Tensor] = {}
         for own, rows in self._pool.arrived.items():
