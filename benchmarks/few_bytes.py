@@ -34,7 +34,7 @@ from benchmarks.few_bytes_peers import DeMo, SparseLoCo, TopK, frozen_root
 from torch import Tensor
 
 from gradherd.comm.sliced_mean import mean_bytes
-from gradherd.lab.train.powersgd import LowRankWorkers
+from gradherd.lab.train.exchanges import LowRankWorkers
 from gradherd.sparsify.local import LocalSteps, OuterOptimizer
 from gradherd.sparsify.settings import make_settings
 from gradherd.sparsify.virtual_workers import VirtualWorkers
@@ -373,7 +373,7 @@ def read_tokens(path: Path | None, length: int, device: torch.device) -> tuple[T
         cut = (part[: len(part) // length * length].reshape(-1, length) for part in parts)
         return tuple(torch.from_numpy(blocks).to(device) for blocks in cut)
     if path is None:
-        from gradherd.lab.tasks.wikitext2 import WikiText2GPT2
+        from gradherd.lab.tasks.language import WikiText2GPT2
 
         split = WikiText2GPT2().load()
         return split.train[0].to(device), split.test[0].to(device)

@@ -17,7 +17,7 @@ import torch
 from model_steps import ModelTraining, correlation, exact_gram
 from torch import Tensor
 
-from gradherd.lab.tasks.wikitext2 import WikiText2GPT2
+from gradherd.lab.tasks.language import WikiText2GPT2
 from gradherd.rows.capture import Capture
 from gradherd.rows.settings import TwoSidedRows
 

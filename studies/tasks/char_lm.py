@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.data_files import find_dataset
-from gradherd.lab.tasks.language import GPT2
+from gradherd.lab.tasks.language import GPT2, WikiText2GPT2, perplexity
 from gradherd.lab.tasks.task import Defaults, Split, check_limit
-from gradherd.lab.tasks.wikitext2 import WikiText2GPT2, perplexity
 
 LENGTH = 32
 

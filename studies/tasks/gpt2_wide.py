@@ -5,8 +5,7 @@ from typing import ClassVar
 
 from torch import nn
 
-from gradherd.lab.tasks.language import GPT2
-from gradherd.lab.tasks.wikitext2 import GPT2_LENGTH, TOKENS, WikiText2GPT2
+from gradherd.lab.tasks.language import GPT2, GPT2_LENGTH, TOKENS, WikiText2GPT2
 
 
 @dataclass(frozen=True)

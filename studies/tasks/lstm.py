@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.data_files import find_dataset
+from gradherd.lab.tasks.language import lines, perplexity
 from gradherd.lab.tasks.metrics import eval_mode
 from gradherd.lab.tasks.task import (
     Defaults,
@@ -23,7 +24,6 @@ from gradherd.lab.tasks.task import (
     UnsuitableSettings,
     check_limit,
 )
-from gradherd.lab.tasks.wikitext2 import lines, perplexity
 
 WORDS, LENGTH, WIDTH = 33_278, 35, 32
 UNKNOWN, END = "<unk>", "<eos>"

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradherd.lab.train.powersgd import LowRankWorkers, compresses, rank_for
+from gradherd.lab.train.exchanges import LowRankWorkers, compresses, rank_for
 from tests.lab.train.work import config_of
 
 SHAPES = [(6, 5), (4, 1), (3, 8)]

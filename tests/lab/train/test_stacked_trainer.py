@@ -14,8 +14,8 @@ from gradherd.lab.tasks.digits import Digits
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Split
 from gradherd.lab.train.runner import run_all
-from gradherd.lab.train.stacked_trainer import StackedTrainer
-from gradherd.lab.train.stacking import (
+from gradherd.lab.train.stacked_trainer import (
+    StackedTrainer,
     saved_per_example,
     stack_runs,
     why_not_mean_loss,

@@ -10,7 +10,7 @@ from torch import nn
 
 from gradherd.lab.ranks import run_ranks
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.train.stacking import why_not_mean_loss
+from gradherd.lab.train.stacked_trainer import why_not_mean_loss
 from gradherd.lab.train.trainer import EpochCounters, EpochExamples, passes
 from gradherd.lab.train.tuning import hold_out
 from gradherd.lab.train.virtual_trainer import GradientsOnStreams, VirtualTrainer

@@ -21,7 +21,7 @@ from gradherd.lab.text import check_known
 from gradherd.lab.train.config import RunConfig, run_settings
 from gradherd.lab.train.loop import Progress
 from gradherd.lab.train.runner import check_suitable, run_all
-from gradherd.lab.train.stacking import stack_runs
+from gradherd.lab.train.stacked_trainer import stack_runs
 from gradherd.ordering.policy import Policy
 from gradherd.ordering.registry import POLICIES
 from gradherd.sparsify.registry import SPARSIFIERS

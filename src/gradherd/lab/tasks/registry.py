@@ -12,8 +12,8 @@ from gradherd.lab.tasks.data_files import expand_user, is_file
 from gradherd.lab.tasks.digits import Digits, DigitsMLP
 from gradherd.lab.tasks.hmda import HMDA
 from gradherd.lab.tasks.images import Cifar10LeNet, Cifar10ResNet18, FashionLeNet
+from gradherd.lab.tasks.language import WikiText2GPT2
 from gradherd.lab.tasks.task import REQUIRED, Defaults, Task, as_task
-from gradherd.lab.tasks.wikitext2 import WikiText2GPT2
 from gradherd.lab.text import printable
 
 TASKS: dict[str, Callable[[], Task]] = {

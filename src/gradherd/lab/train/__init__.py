@@ -6,7 +6,7 @@ from gradherd.sparsify.registry import SPARSIFIERS
 ROWS = ("auto", "batch", "exact", "sketch", "two-sided")
 """The names that `attach` takes for rows."""
 POWERSGD = "powersgd"
-"""Name of PowerSGD among sparsifiers, see `powersgd`."""
+"""Name of PowerSGD among sparsifiers, see `exchanges`."""
 
 
 def exchange_names() -> tuple[str, ...]:

@@ -40,8 +40,8 @@ from gradherd.lab.train.config import RunConfig, count_steps
 from gradherd.lab.train.loop import Progress, RunWriter, new_record, run_epochs
 from gradherd.lab.train.rank_trainer import RankTrainer
 from gradherd.lab.train.record import RunRecord
-from gradherd.lab.train.stacked_trainer import StackedTrainer
-from gradherd.lab.train.stacking import (
+from gradherd.lab.train.stacked_trainer import (
+    StackedTrainer,
     saved_per_example,
     stack_runs,
     why_not_mean_loss,
