@@ -162,7 +162,7 @@ class SparseHook(BucketHook, GradientExchange):
             self._steps.place(self._placement)
             return
         # DDP's first buckets, of which nothing was added, show it: the host takes over for good.
-        self._steps = None
+        self._steps, self._late = None, []
         for bucket in buckets:
             self._add(bucket, first=bucket is buckets[0])
 
