@@ -178,15 +178,7 @@ class ModelExchange:
         self._worker.check_state(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state_dict` was saved, on the same rank, or from a merged state.
-
-        Raises:
-            ValueError: The state is of another model, method or rank.
-        """
-        self.check_state(state)  # before anything changes
-        self._load(state)
-
-    def _load(self, state: Mapping[str, Any]) -> None:
+        """Continue where a state was saved that fits (`check_state`)."""
         for key, flat in self._vectors().items():
             self.fill(flat, state[key])
         if "owner_error" in state:

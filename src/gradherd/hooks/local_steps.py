@@ -343,10 +343,10 @@ class LocalExchange(ModelExchange):
                 "with overlap=True"
             )
 
-    def _load(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state, and set this rank's weights to what they were."""
         self._complete()
-        super()._load(state)
+        super().load_state_dict(state)
         self._taken, self._steps = state["taken"], state["local_steps"]
         self._called_off = state["called_off"]
         self._arrival = self._snapshot = None

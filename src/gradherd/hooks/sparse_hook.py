@@ -197,8 +197,9 @@ class SparseHook(BucketHook, GradientExchange):
             for name, p in self.parameters.items()
         }
 
-    def _load(self, state: Mapping[str, Any]) -> None:
-        super()._load(state)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a state was saved."""
+        super().load_state_dict(state)
         if self._steps is not None:
             self._steps.reset()
 
@@ -348,8 +349,9 @@ class ShardedSparseHook(ShardedExchange, GradientExchange):
     def _vectors(self) -> dict[str, Tensor]:
         return super()._vectors() | {"partial": self._grad}
 
-    def _load(self, state: Mapping[str, Any]) -> None:
-        super()._load(state)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a state was saved."""
+        super().load_state_dict(state)
         self._touched = set(self.parameters) if self._grad.any() else set()
 
     def close(self) -> None:

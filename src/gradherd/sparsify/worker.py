@@ -40,10 +40,6 @@ class ErrorFeedback:
     ) -> None:
         self.residual = torch.zeros(dim, dtype=dtype, device=device)
         self.acc = torch.zeros_like(self.residual)
-        # Whether something was not finite. On a GPU the kernel that adds notes it for free; on a
-        # CPU it would take a pass of its own.
-        fused = self.residual.is_cuda and dtype == torch.float32 and not momentum
-        self._bad = torch.zeros(1, dtype=torch.int32, device=device) if fused else None
         self._momentum = momentum
         self._placement: Placement | None = None
         self.velocity = torch.zeros_like(self.residual) if momentum else None
@@ -65,11 +61,6 @@ class ErrorFeedback:
             setattr(self, name, new)
         self._placement = placement
 
-    def begin(self) -> None:
-        """Start a step; the last one may have been called off."""
-        if self._bad is not None:
-            self._bad.zero_()
-
     def add(self, begin: int, grad: Tensor, scale: float, *, clear: bool = False) -> None:
         """Write residual + `scale` * flat gradient to `acc`, from coordinate `begin` on.
 
@@ -78,7 +69,7 @@ class ErrorFeedback:
         part = slice(begin, begin + len(grad))
         if self.velocity is None or self._next_velocity is None:
             old, new = self.residual[part], self.acc[part]
-            kernels.add(old, grad, scale, new, bad=self._bad, clear=clear)
+            kernels.add(old, grad, scale, new, clear=clear)
             return
         # Momentum correction: velocities accumulate in the residual, instead of gradients.
         velocity = self._next_velocity[part]
@@ -98,7 +89,7 @@ class ErrorFeedback:
 
     def finite(self) -> bool:
         """Return whether residual + gradient is finite everywhere."""
-        return is_finite(self.acc) if self._bad is None else not bool(self._bad)
+        return is_finite(self.acc)
 
     def swap(self) -> None:
         """Make the sum the residual; the old residual is where the next sum is written."""
@@ -298,7 +289,6 @@ class Worker:
 
     def set_unit(self, loss_scale: float) -> None:
         """Begin a step whose gradients are multiplied by `loss_scale`."""
-        self.feedback.begin()
         self._unit = 1 / loss_scale
 
     def add(self, begin: int, grad: Tensor, *, clear: bool = False) -> None:
@@ -479,13 +469,7 @@ class Worker:
                 )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state of the same rank, or one of `merge_residuals`: the method starts again then.
-
-        Raises:
-            ValueError: The state belongs to another method, rank, world or model.
-        """
-        # Checked first: a state that does not fit must not be loaded in part.
-        self.check_state(state)
+        """Load a state that fits (`check_state`); the method starts again from a merged one."""
         self.counters[0] = state["step"]
         if self.state is None:
             return
