@@ -36,7 +36,7 @@ def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *args: Any, **opti
 
 
 class Launch:
-    """A launch that comes again and again, with the same numbers and other tensors.
+    """A launch that comes again and again, with the same numbers and other memory.
 
     Looking for the compiled kernel takes longer than launching it, so it is kept.
     """
@@ -47,22 +47,34 @@ class Launch:
         Args:
             kernel: The function, made with `triton.jit`.
             grid: Number of programs along each axis.
-            numbers: All its arguments behind the tensors, constants included.
+            numbers: All its arguments behind the memory, constants included.
         """
         self._kernel, self._grid, self._numbers = kernel, grid, numbers
-        self._compiled: Any = None
+        self._run: Any = None
+        self._function: Any = None
+        self._metadata: Any = None
 
-    def __call__(self, *tensors: Tensor) -> None:
-        """Launch on the current device, which must be that of the tensors.
+    def __call__(self, *memory: Tensor | int, stream: int | None = None) -> None:
+        """Launch on the current device, which must be that of the memory.
 
-        They must begin at multiples of 16 bytes, as all new ones do.
+        Args:
+            memory: Tensors, which must begin at multiples of 16 bytes, as all new ones do; or
+                addresses, for arguments that the kernel is not specialized for.
+            stream: The current stream, if the caller knows it.
         """
-        if self._compiled is not None:
-            self._compiled(*tensors, *self._numbers)
+        if self._run is None:
+            done = self._kernel[self._grid](*memory, *self._numbers)
+            if hasattr(done, "function"):  # Triton's interpreter has none
+                self._run, self._function = done.run, done.function
+                self._metadata = done.packed_metadata
             return
-        done = self._kernel[self._grid](*tensors, *self._numbers)
-        if hasattr(done, "function"):  # Triton's interpreter has none
-            self._compiled = done[self._grid]
+        if stream is None:
+            stream = torch.cuda.current_stream().cuda_stream
+        # As Triton's own `done[grid]` does it, but for the hooks of its profiler.
+        self._run(
+            *self._grid, stream, self._function, self._metadata, None, None, None,
+            *memory, *self._numbers,
+        )  # fmt: skip
 
 
 def captured(

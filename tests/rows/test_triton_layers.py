@@ -1,4 +1,4 @@
-"""Triton's kernels for several layers at a time, against torch's own operations.
+"""Triton's kernels for single layers, against torch's own operations.
 
 How they run here: see `gpu`.
 """
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from gradherd.rows import held_layers
+from gradherd.rows import layer_kernels
 from gradherd.rows.capture import Capture
+from gradherd.rows.layer_kernels import KernelPlan
 from gradherd.rows.settings import TwoSidedRows
 from tests.gpu import DEVICE, MARKS, only_gpu
 from tests.rows.zoo import ResNet, ViT
@@ -62,6 +63,13 @@ class Convolutions(nn.Module):
         return self.head(self.layers(self.stem(images).relu()).mean((2, 3)))
 
 
+class Summed(nn.Module):
+    """The sum over positions."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(1)
+
+
 def rows_of(
     model: nn.Module, inputs: Tensor, *, kernels: bool, rank: int = 4, autocast: bool = False
 ) -> Tensor:
@@ -80,17 +88,26 @@ def rows_of(
 
 
 @pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
-    """Count groups by what they hold and how many."""
-    found: Counter[tuple[str, int]] = Counter()
-    launch = held_layers.WaitingRows.launch
+def served(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count launches by what they serve."""
+    found: Counter[str] = Counter()
+    for kind in ("ProductKernels", "PositionKernels", "BatchNormKernels"):
+        cls = getattr(layer_kernels, kind)
 
-    def counted(self: Any, alike: Any) -> None:
-        first = self._held[alike][0][0]
-        found[type(first).__name__, len(self._held[alike])] += 1
-        launch(self, alike)
+        def counted(
+            self: Any, *args: Any, kind: str = kind, plan: Callable[..., Any] = cls.plan
+        ) -> KernelPlan | None:
+            made = plan(self, *args)
+            if made is None:
+                return None
 
-    monkeypatch.setattr(held_layers.WaitingRows, "launch", counted)
+            def run(*addresses: int) -> None:
+                found[kind] += 1
+                made.run(*addresses)
+
+            return KernelPlan(run, made.scratch)
+
+        monkeypatch.setattr(cls, "plan", counted)
     return found
 
 
@@ -107,17 +124,22 @@ def tokens(count: int = 4) -> Tensor:
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, lambda width: nn.RMSNorm(width, eps=1e-6)])
-def test_blocks_of_equal_layers_are_served_together(
-    norm: Callable[[int], nn.Module], groups: Counter[tuple[str, int]]
-) -> None:
+def test_blocks_of_layers(norm: Callable[[int], nn.Module], served: Counter[str]) -> None:
     torch.manual_seed(0)
     model, words = Blocks(norm).to(DEVICE), tokens()
     expected = rows_of(model, words, kernels=False)
-    assert not groups
+    assert not served
     assert error(rows_of(model, words, kernels=True), expected) < 1e-5
-    # Those of the checked batch are alone. Two kinds of weights; norms, biases.
-    assert groups["HeldProduct", 3] == 2
-    assert groups["HeldPositions", 3] == 2
+    # Two batches: six weights each; three norms and three biases.
+    assert served == {"ProductKernels": 2 * 6, "PositionKernels": 2 * 6}
+
+
+def test_sides_that_are_folded() -> None:
+    torch.manual_seed(0)
+    layers = nn.Embedding(30, 8), nn.Linear(8, 2500), nn.Linear(2500, 5), Summed()
+    model, words = nn.Sequential(*layers).to(DEVICE), tokens()
+    expected = rows_of(model, words, kernels=False)
+    assert error(rows_of(model, words, kernels=True), expected) < 1e-5
 
 
 @pytest.mark.parametrize("rank", [2, 20])
@@ -129,13 +151,13 @@ def test_columns_of_any_number(rank: int) -> None:
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-def test_convolutions(layout: torch.memory_format, groups: Counter[tuple[str, int]]) -> None:
+def test_convolutions(layout: torch.memory_format, served: Counter[str]) -> None:
     torch.manual_seed(0)
     model = Convolutions().to(DEVICE).to(memory_format=layout)
     inputs = images().to(memory_format=layout)
     expected = rows_of(model, inputs, kernels=False)
     assert error(rows_of(model, inputs, kernels=True), expected) < ALLOWED
-    assert groups["HeldProduct", 1] > 5 and groups["HeldBatchNorm", 1] > 3
+    assert served == {"ProductKernels": 2 * 6, "BatchNormKernels": 2 * 6}
 
 
 @pytest.mark.parametrize(("make", "count"), [(ResNet, 2), (ViT, 3)])
@@ -155,34 +177,47 @@ def test_half_precision(make: type[nn.Module]) -> None:
     assert error(rows_of(model, inputs, kernels=True, autocast=True), expected) < 0.02
 
 
-def test_layers_that_wait_keep_little_memory_alive(
-    monkeypatch: pytest.MonkeyPatch, groups: Counter[tuple[str, int]]
-) -> None:
-    monkeypatch.setattr(held_layers, "_FREE_BYTES", 0)
+def test_rows_do_not_depend_on_chance() -> None:
     torch.manual_seed(0)
     model, words = Blocks().to(DEVICE), tokens()
-    expected = rows_of(model, words, kernels=False)
-    assert error(rows_of(model, words, kernels=True), expected) < 1e-5
-    assert all(count < 3 for _, count in groups)
+    assert torch.equal(*(rows_of(model, words, kernels=True) for _ in range(2)))
 
 
-def test_many_layers_of_a_kind_are_served_in_parts(
-    monkeypatch: pytest.MonkeyPatch, groups: Counter[tuple[str, int]]
-) -> None:
-    monkeypatch.setattr(held_layers, "MOST_HELD", 2)
+def test_gradients_that_are_changed_in_place_later() -> None:
+    """Kernels have read them by then, as autograd has."""
     torch.manual_seed(0)
     model, words = Blocks().to(DEVICE), tokens()
-    expected = rows_of(model, words, kernels=False)
-    assert error(rows_of(model, words, kernels=True), expected) < 1e-5
-    assert groups["HeldProduct", 2] == 2
-
-
-def test_a_gradient_that_is_changed_in_place_is_refused() -> None:
-    model = Blocks().to(DEVICE)
 
     def scale(module: Any, given: Any, grads: tuple[Tensor, ...]) -> None:
         grads[0].mul_(2)
 
     model.norms[1].register_full_backward_hook(scale)
-    with pytest.raises(RuntimeError, match="was changed in place"):
-        rows_of(model, tokens(), kernels=True)
+    expected = rows_of(model, words, kernels=False)
+    assert error(rows_of(model, words, kernels=True), expected) < 1e-5
+
+
+class OnStream(nn.Module):
+    """Runs a layer on a stream."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.stream = layer, torch.cuda.current_stream()
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = torch.cuda.current_stream()
+        self.stream.wait_stream(before)
+        with torch.cuda.stream(self.stream):
+            found: Tensor = self.layer(x)
+        before.wait_stream(self.stream)
+        return found
+
+
+@only_gpu
+def test_layers_on_another_stream() -> None:
+    torch.manual_seed(0)
+    model, words = Blocks().to(DEVICE), tokens()
+    model.wide[1], model.thin[2] = layers = OnStream(model.wide[1]), OnStream(model.thin[2])
+    expected = rows_of(model, words, kernels=True)
+    for layer in layers:
+        layer.stream = torch.cuda.Stream()
+    assert error(rows_of(model, words, kernels=True), expected) < 1e-6

@@ -6,9 +6,10 @@ the layer's rows as the "gradient" of the sink. All layers share the sink, a lea
 `loss.backward()` autograd has added up the rows of all layers in it, and a compiler sees all of it.
 
 A model that runs as it is would pay more for these Functions than for its small layers. There a
-`Watch`, a hook on the node that autograd has made for the layer, takes the gradient of its output;
-rows of all layers wait until the backward is over. Where what layers save is packed away, for
-checkpoints or offloading, and where parameters are sharded, a `Tap` saves it as any layer does.
+`Watch`, a hook on the node that autograd has made for the layer, takes the gradient of its output,
+and rows of all layers are added up until the backward is over. Where what layers save is packed
+away, for checkpoints or offloading, and where parameters are sharded, a `Tap` saves it as any layer
+does.
 
 Layers get their tap by a change of class, as `torch.nn.utils.parametrize` and `fully_shard` do it:
 a compiled model notices that, while it ignores hooks that are set later.
@@ -20,18 +21,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakMethod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradherd.rows.held_layers import CHANGED_IN_PLACE, HeldMemory, HeldUse, WaitingRows
+from gradherd.rows.layer_kernels import (
+    CHANGED_IN_PLACE,
+    KernelPlan,
+    LayerKernels,
+    Scratch,
+    WaitingRows,
+)
 from gradherd.rows.sketch import has_kernels
 from gradherd.rows.torch_names import (
     call_after_backward,
     current_backward,
+    current_stream,
     keeps_graph,
     packs_saved_tensors,
 )
@@ -116,19 +124,57 @@ class Tap(torch.autograd.Function):
         return (passed, None, *told, *nothing)
 
 
+_MOST_LAYOUTS = 16
+
+
+class ReadyUse(NamedTuple):
+    """A use of a layer whose input and gradient have known strides."""
+
+    launches: tuple[tuple[Tensor, int, KernelPlan], ...]
+    """Sinks that kernels serve, with the elements of their rows."""
+    sinks: Sinks
+    """Those that no kernel serves."""
+    examples: int
+    scratch: int
+    """Bytes that kernels need."""
+
+
 class KnownUse:
     """How a layer is used: found when inputs of a shape come for the first time."""
 
     def __init__(self, layer: "SketchedLayer", use: Any, sinks: "Sinks", saves: bool) -> None:
         self.layer, self.use, self.sinks = layer, use, sinks
         """`use` is what is special about it, for `SketchedLayer.columns`."""
-        both = layer.held_uses(use, saves) if layer.pool.has_kernels else (None, None)
-        matrix, vector = (
-            None if sink is None else one for sink, one in zip(sinks, both, strict=True)
-        )
-        self.held: tuple[HeldUse | None, HeldUse | None] = (matrix, vector)
-        """What kernels need for the rows of weight and vector; None where there are none."""
         self.reads_input = sinks[0] is not None or layer.reads_input
+        self._kernels = layer.kernels(use, saves) if layer.pool.has_kernels else (None, None)
+        self._layout: Any = None
+        self._ready = ReadyUse((), sinks, 0, 0)
+        self._known: dict[Any, ReadyUse] = {}  # by layout
+
+    def ready(self, inputs: Tensor, grads: Tensor, is_aligned: bool) -> ReadyUse:
+        """Return what to launch on these."""
+        layout = (
+            is_aligned, inputs.stride(), inputs.dtype, grads.shape, grads.stride(), grads.dtype
+        )  # fmt: skip
+        if layout != self._layout:
+            if len(self._known) > _MOST_LAYOUTS:
+                self._known.clear()
+            if layout not in self._known:
+                self._known[layout] = self._prepare(inputs, grads, is_aligned)
+            self._layout, self._ready = layout, self._known[layout]
+        return self._ready
+
+    def _prepare(self, inputs: Tensor, grads: Tensor, is_aligned: bool) -> ReadyUse:
+        launches, rest = [], list(self.sinks)
+        for which, (sink, kernels) in enumerate(zip(self.sinks, self._kernels, strict=True)):
+            if sink is None or kernels is None:
+                continue
+            plan = kernels.plan(inputs, grads, is_aligned)
+            if plan is not None:
+                launches.append((sink, kernels.one.size, plan))
+                rest[which] = None
+        scratch = max((plan.scratch for _, _, plan in launches), default=0)
+        return ReadyUse(tuple(launches), (rest[0], rest[1]), grads.shape[0], scratch)
 
 
 class Watch:
@@ -150,7 +196,7 @@ class Watch:
         self.version = inputs._version
 
     def __call__(self, every: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-        """Let the layer's rows wait; autograd goes on with the gradients as they are."""
+        """Add the layer's rows; autograd goes on with the gradients as they are."""
         known, inputs, grads = self.known, self.inputs, every[self.at]
         pool = known.layer.pool
         # Without inputs the graph is gone, which autograd will say.
@@ -244,9 +290,9 @@ class SinkPool:
         self.layers: list[SketchedLayer] = []
         """All layers that share the sinks."""
         self.has_kernels = not is_exact and like.dtype == torch.float32 and has_kernels(like.device)
-        """Whether layers may wait for kernels that serve several of them."""
+        """Whether layers may have kernels of their own."""
         self.is_sharded = is_sharded
-        self._memory = HeldMemory()
+        self._scratch: dict[int, Scratch] = {}  # by stream
         self._open: dict[int, OpenBackward] = {}  # by the number of the backward
 
     def see(self, examples: int, output: Tensor) -> None:
@@ -290,7 +336,7 @@ class SinkPool:
         self, known: KnownUse, inputs: Tensor, grads: Tensor, saved: Sequence[Tensor],
         parameter: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Keep the rows of a layer, or what they are computed from, until its backward is over.
+        """Compute the rows of a layer, and keep them until its backward is over.
 
         Args:
             known: The layer, and how it is used.
@@ -307,17 +353,20 @@ class SinkPool:
         backward = self._backward_now()
         if parameter is not None and not backward.is_watched:
             backward.watch(parameter)
-        (matrix, vector), (held_matrix, held_vector) = known.sinks, known.held
-        if held_matrix is not None:
-            assert matrix is not None
-            if backward.rows_for(matrix).hold(held_matrix, inputs, grads):
-                matrix = None
-        if held_vector is not None:
-            assert vector is not None
-            if backward.rows_for(vector).hold(held_vector, inputs, grads):
-                vector = None
-        if self._memory.held > self._memory.room:
-            backward.make_room()
+        matrix, vector = known.sinks
+        stream = 0
+        if self.has_kernels:
+            stream = current_stream(self.like.device)
+            at, grads_at = inputs.data_ptr(), grads.data_ptr()
+            ready = known.ready(inputs, grads, (at | grads_at) % 16 == 0)
+            scratch = self._scratch_of(stream, ready.scratch)
+            for sink, size, plan in ready.launches:
+                waiting = backward.rows_for(sink, stream)
+                if ready.examples > waiting.room:
+                    waiting.make_room(ready.examples, size)
+                waiting.sizes.add(ready.examples)
+                plan.run(stream, at, grads_at, waiting.address, scratch)
+            matrix, vector = ready.sinks
         if matrix is None and vector is None:
             return
         if self.is_exact:
@@ -326,23 +375,32 @@ class SinkPool:
         layer, wanted = known.layer, (matrix is not None, vector is not None)
         found = layer.columns(inputs, grads, known.use, wanted, *saved)
         if matrix is not None:
-            backward.rows_for(matrix).add(layer.matrix_map(known.use).finish(found[0]))
+            rows = layer.matrix_map(known.use).finish(found[0])
+            backward.rows_for(matrix, stream).add(rows)
         if vector is not None:
-            backward.rows_for(vector).add(layer.vector.finish(found[1]))
+            backward.rows_for(vector, stream).add(layer.vector.finish(found[1]))
+
+    def _scratch_of(self, stream: int, size: int) -> int:
+        """Return the address of memory for kernels of a stream."""
+        scratch = self._scratch.get(stream)
+        if scratch is None:
+            scratch = self._scratch[stream] = Scratch(self.like.device)
+        if size > scratch.size:
+            scratch.grow(size)
+        return scratch.address
 
     def _backward_now(self) -> "OpenBackward":
         task = current_backward()
         found = self._open.get(task)
         if found is None:
-            if not self._open:
-                self._memory.begin()
-            found = self._open[task] = OpenBackward(self._memory)
+            found = self._open[task] = OpenBackward(self.like)
             call_after_backward(partial(self._end, task))
         return found
 
     def add(self, sink: Tensor, rows: Tensor) -> None:
         """Let rows (n, N) for a sink wait until the backward that runs is over."""
-        self._backward_now().rows_for(sink).add(rows)
+        stream = current_stream(self.like.device) if self.has_kernels else 0
+        self._backward_now().rows_for(sink, stream).add(rows)
 
     def _end(self, task: int) -> None:
         """Take what has waited for the end of a backward."""
@@ -354,9 +412,13 @@ class SinkPool:
             return
         self.on_arrival()  # may have the rows of an earlier backward taken
         with torch.no_grad():
-            for sink, waiting in backward.rows.values():
+            stream = current_stream(self.like.device) if self.has_kernels else 0
+            for (of, _), (sink, waiting) in backward.rows.items():
+                rows = waiting.rows()
+                if of != stream:  # autograd has had this stream wait for the others
+                    rows.record_stream(torch.cuda.current_stream(rows.device))
                 self.sizes |= waiting.sizes
-                self._take(self._keys[id(sink)], waiting.rows(sink))
+                self._take(self._keys[id(sink)], rows)
 
     def _arrive(self, key: str, sink: Tensor) -> None:
         """Take what autograd has brought to a sink: rows of compiled layers, or zeros of a tap."""
@@ -408,28 +470,23 @@ class SinkPool:
 class OpenBackward:
     """What a backward has brought so far."""
 
-    def __init__(self, memory: HeldMemory) -> None:
-        self.rows: dict[int, tuple[Tensor, WaitingRows]] = {}
-        """Sinks by their identity, with what waits for them."""
+    def __init__(self, like: Tensor) -> None:
+        self.rows: dict[tuple[int, int], tuple[Tensor, WaitingRows]] = {}
+        """Sinks by stream and identity, with what waits for them."""
         self.accumulates = False
         """Whether it accumulates gradients, as `Tensor.backward` does."""
         self.is_watched = False
         """Whether the gradient of a parameter will tell."""
-        self._memory = memory
+        self._like = like
         self._handle: Any = None
 
-    def rows_for(self, sink: Tensor) -> WaitingRows:
-        """Return what waits for a sink."""
-        found = self.rows.get(id(sink))
+    def rows_for(self, sink: Tensor, stream: int) -> WaitingRows:
+        """Return what waits for a sink on a stream."""
+        found = self.rows.get((stream, id(sink)))
         if found is None:
-            found = self.rows[id(sink)] = (sink, WaitingRows(self._memory))
+            waiting = WaitingRows(len(sink), self._like)
+            found = self.rows[stream, id(sink)] = (sink, waiting)
         return found[1]
-
-    def make_room(self) -> None:
-        """Launch the kernels of the layers that keep most memory alive."""
-        while self._memory.held > self._memory.room:
-            waiting = max((one for _, one in self.rows.values()), key=lambda one: one.largest()[0])
-            waiting.launch(waiting.largest()[1])
 
     def watch(self, parameter: Tensor) -> None:
         """Note if the gradient of a parameter is accumulated; one is enough."""
@@ -486,7 +543,7 @@ class SketchedLayer(ABC):
         """Last dimensions of the input that cannot hold examples."""
         self.compiles = True
         """Whether the layer may be part of a graph."""
-        self._held: dict[Any, tuple[HeldUse | None, HeldUse | None]] = {}
+        self._kernels: dict[Any, tuple[LayerKernels | None, LayerKernels | None]] = {}
         self.known: dict[Any, KnownUse | None] = {}
         """Uses of the layer where it is not compiled; None for those without rows."""
 
@@ -521,19 +578,21 @@ class SketchedLayer(ABC):
         """Return the map that the columns of the weight belong to."""
         return self.matrix
 
-    def held_uses(self, use: Any, saves: bool) -> tuple[HeldUse | None, HeldUse | None]:
-        """Return what kernels need for the rows of weight and vector; None where there are none.
+    def kernels(self, use: Any, saves: bool) -> tuple[LayerKernels | None, LayerKernels | None]:
+        """Return the kernels for the rows of weight and vector; None where there are none.
 
         Args:
             use: As in `columns`.
             saves: Whether anything but input and gradient is needed.
         """
         key = (use, saves)
-        if key not in self._held:
-            self._held[key] = self.make_held(use, saves)
-        return self._held[key]
+        if key not in self._kernels:
+            self._kernels[key] = self.make_kernels(use, saves)
+        return self._kernels[key]
 
-    def make_held(self, use: Any, saves: bool) -> tuple[HeldUse | None, HeldUse | None]:
+    def make_kernels(
+        self, use: Any, saves: bool
+    ) -> tuple[LayerKernels | None, LayerKernels | None]:
         """Do so for the first time."""
         return None, None
 

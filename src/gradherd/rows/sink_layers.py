@@ -12,7 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradherd.rows.held_layers import HeldBatchNorm, HeldPositions, HeldProduct, HeldUse
+from gradherd.rows.layer_kernels import (
+    BatchNormKernels,
+    LayerKernels,
+    PositionKernels,
+    ProductKernels,
+)
 from gradherd.rows.sink import (
     TAP,
     SinkPool,
@@ -123,7 +128,9 @@ class LinearLayer(WeightLayer):
                 total = F.pad(total, (part[0], self.vector.size - part[1]))
         return matrix, total
 
-    def make_held(self, use: Any, saves: bool) -> tuple[HeldUse | None, HeldUse | None]:
+    def make_kernels(
+        self, use: Any, saves: bool
+    ) -> tuple[LayerKernels | None, LayerKernels | None]:
         """Return what kernels need if examples come first and have many positions."""
         dim, part, single = use
         if dim or single or part is not None:
@@ -131,9 +138,9 @@ class LinearLayer(WeightLayer):
         matrix = vector = None
         if self.matrix is not None and self.matrix.columns <= MOST_COLUMNS:
             projects_grads = (self.matrix.keep == 1) != self.transposed
-            matrix = HeldProduct(self.matrix, projects_grads=projects_grads)
+            matrix = ProductKernels(self.matrix, projects_grads=projects_grads)
         if self.vector is not None:
-            vector = HeldPositions(self.vector, scale=False, shift=True)
+            vector = PositionKernels(self.vector, scale=False, shift=True)
         return matrix, vector
 
 
@@ -227,18 +234,20 @@ class ConvLayer(WeightLayer):
             small = small.unfold(at, (size - 1) * dilation + 1, stride)[..., ::dilation]
         return small.movedim(1, 1 + dims).flatten(1 + dims).flatten(1, dims)
 
-    def make_held(self, use: Any, saves: bool) -> tuple[HeldUse | None, HeldUse | None]:
+    def make_kernels(
+        self, use: Any, saves: bool
+    ) -> tuple[LayerKernels | None, LayerKernels | None]:
         """Return what kernels need for the filters of a plain convolution over two dimensions."""
         matrix = self.matrix
         plain = not (self.transposed or self.pad or use[2]) and self.groups == 1
         if matrix is None or not plain or len(self.window) != 2 or matrix.columns > MOST_COLUMNS:
             return None, None
         if matrix.is_pointwise(self.stride, self.padding):
-            return HeldProduct(matrix, projects_grads=False), None
+            return ProductKernels(matrix, projects_grads=False), None
         if matrix.places is None and self.window != (1, 1):  # few channels
             return None, None
         window = (self.window, self.stride, self.padding, self.dilation)
-        return HeldProduct(matrix, projects_grads=False, window=window), None
+        return ProductKernels(matrix, projects_grads=False, window=window), None
 
 
 class EmbeddingLayer(SketchedLayer):
@@ -376,15 +385,18 @@ class LastDimsNorm(NormLayer):
         wide = inputs.float() if self.in_float32 else at_least_float32(inputs)
         return norm(wide, self.shape, eps=self.eps)
 
-    def make_held(self, use: Any, saves: bool) -> tuple[HeldUse | None, HeldUse | None]:
+    def make_kernels(
+        self, use: Any, saves: bool
+    ) -> tuple[LayerKernels | None, LayerKernels | None]:
         """Return what a kernel for norms over the last dimension needs."""
         if use[0] or not all(use[1]) or len(self.shape) > 1 or self.parts[0] != "weight":
             return None, None
         if self.eps is None:  # it depends on the dtype
             return None, None
         shift = len(self.parts) > 1
-        held = HeldPositions(self.vector, eps=self.eps, scale=True, rms=self.rms, shift=shift)
-        return None, held
+        return None, PositionKernels(
+            self.vector, eps=self.eps, scale=True, rms=self.rms, shift=shift
+        )
 
     def summed_dims(self, moved: Tensor) -> tuple[int, ...]:
         """Return all dimensions between examples and features."""
@@ -414,11 +426,13 @@ class ChannelNorm(NormLayer):
         mean, var = (one.to(wide) for one in saved) if saved else (None, None)
         return F.batch_norm(wide, mean, var, training=not saved, eps=self.eps)
 
-    def make_held(self, use: Any, saves: bool) -> tuple[HeldUse | None, HeldUse | None]:
+    def make_kernels(
+        self, use: Any, saves: bool
+    ) -> tuple[LayerKernels | None, LayerKernels | None]:
         """Return what kernels for a BatchNorm in training need."""
         if self.groups or saves or not all(use[1]) or self.parts != ("weight", "bias"):
             return None, None
-        return None, HeldBatchNorm(self.vector, self.eps)
+        return None, BatchNormKernels(self.vector, self.eps)
 
     def graph_sink(self, module: Any, inputs: Tensor) -> Tensor | None:
         """Return the sink for a `BatchNormTap`; None if the layer is tapped as others are."""

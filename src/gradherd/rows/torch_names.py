@@ -30,6 +30,8 @@ OPTIONAL_NAMES = {
     "torch._C._autograd._top_saved_tensors_default_hooks": "tells whether what layers save is "
     "packed away (checkpoints, offloading); torch 2.7 has no such name, so there every layer has a "
     "tap, which is slower",
+    "torch._C._cuda_getCurrentRawStream": "the number of the current stream, for every layer; the "
+    "public way takes as long as a launch. Builds of torch for CPUs have no such name",
 }
 """Those that rows can do without."""
 
@@ -83,6 +85,18 @@ _top_hooks: Callable[[bool], Any] | None = getattr(
 def packs_saved_tensors() -> bool:
     """Say whether what layers save for their backward may be packed: checkpoints, offloading."""
     return _top_hooks is None or _top_hooks(True) is not None
+
+
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def current_stream(device: torch.device) -> int:
+    """Return the stream that kernels are launched on now, as a number; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    if _raw_stream is None or device.index is None:
+        return torch.cuda.current_stream(device).cuda_stream
+    return _raw_stream(device.index)
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

@@ -1,16 +1,16 @@
-"""Rows of several layers in one launch, on a GPU, where a model runs as it is.
+"""Rows of single layers on a GPU, where a model runs as it is.
 
-Launching costs more than computing here, so layers of one kind wait for each other
-(`rows.held_layers`). They have equal sizes and strides; a table has the addresses of each.
+A weight takes two kernels: one factor is projected to a few columns, then multiplied with the other
+factor; a convolution adds up its window on the way. A bias takes one kernel, norms take two. Each
+factor is read once, and results are added to the rows of the layers before: kernels of a stream run
+one after the other, and every element has one program that adds to it, so sums do not depend on
+chance.
 
-A weight takes two or three kernels: one factor is projected to a few columns, a convolution adds up
-its window, and the result is multiplied with the other factor. Norms and biases take one or two.
-Each factor is read once.
+Memory is passed as addresses, which costs the host less than tensors do.
 
-Letters: L layers, N examples, T positions, C channels, Q columns.
+Letters: N examples, T positions, C channels, Q columns.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -19,21 +19,20 @@ import triton.language as tl
 from torch import Tensor
 
 from gradherd.gpu import Launch
+from gradherd.rows.layer_kernels import KernelPlan
+from gradherd.rows.sink_maps import MatrixMap, VectorMap
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 """Triton's names of the dtypes that kernels read."""
-MOST_CHANNELS = 4096
-"""Channels of a position that one program holds."""
-_PROGRAMS = 512
-"""Programs that keep a GPU busy."""
+_MOST_CHANNELS = 4096  # of a position that one program holds
+_PROGRAMS = 512  # keep a GPU busy
+_FLOAT = 4  # bytes
 
 
 @triton.jit
-def _address(table, which: tl.constexpr, KIND: tl.constexpr, IS_ALIGNED: tl.constexpr):
-    # Of a layer: input, gradient, the matrix that projects, signs of a window, signs.
-    layer = tl.program_id(2)
-    address = tl.load(table + layer * 5 + which).to(tl.pointer_type(KIND))
-    return tl.multiple_of(address, 16) if IS_ALIGNED else address
+def _pointer(address, KIND: tl.constexpr, IS_ALIGNED: tl.constexpr):
+    pointer = address.to(tl.int64).to(tl.pointer_type(KIND))
+    return tl.multiple_of(pointer, 16) if IS_ALIGNED else pointer
 
 
 @triton.jit
@@ -46,16 +45,17 @@ def _block(base, t, c, stride_t, stride_c, inside, known, LAST: tl.constexpr):
     return tl.trans(tl.load(base + at, mask=known[:, None] & inside[None, :], other=0.0))
 
 
-@triton.jit
+# Other layers, and other steps, have other addresses: kernels must not be made for the first.
+@triton.jit(do_not_specialize=["first", "side", "thin"])
 def _project_kernel(
-    table, thin, positions, channels, columns, stride_n, stride_t, stride_c, side_c, side_q,
-    FIRST: tl.constexpr, KIND: tl.constexpr, IS_ALIGNED: tl.constexpr, LAST: tl.constexpr,
+    first, side, thin, positions, channels, columns, stride_n, stride_t, stride_c, side_c, side_q,
+    KIND: tl.constexpr, IS_ALIGNED: tl.constexpr, LAST: tl.constexpr,
     PRECISION: tl.constexpr, Q: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Project the channels of some positions of one example to Q columns."""
-    n, layer = tl.program_id(1), tl.program_id(2)
-    factor = _address(table, FIRST, KIND, IS_ALIGNED) + n.to(tl.int64) * stride_n
-    side = _address(table, 2, KIND, True)
+    n = tl.program_id(1).to(tl.int64)
+    factor = _pointer(first, KIND, IS_ALIGNED) + n * stride_n
+    matrices = _pointer(side, KIND, True)
     t, q = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, Q)
     inside = t < positions
     total = tl.zeros((BT, Q), tl.float32)
@@ -64,77 +64,72 @@ def _project_kernel(
         known = c < channels
         block = _block(factor, t, c, stride_t, stride_c, inside, known, LAST)
         mask = known[:, None] & (q < columns)[None, :]
-        matrix = tl.load(side + c[:, None] * side_c + q[None, :] * side_q, mask=mask, other=0.0)
+        matrix = tl.load(matrices + c[:, None] * side_c + q[None, :] * side_q, mask=mask, other=0.0)
         total = tl.dot(block, matrix, total, input_precision=PRECISION)
-    example = layer.to(tl.int64) * tl.num_programs(1) + n
-    at = (example * positions + t)[:, None] * Q + q[None, :]
-    tl.store(thin + at, total.to(KIND), mask=inside[:, None])
+    at = (n * positions + t)[:, None] * Q + q[None, :]
+    tl.store(_pointer(thin, KIND, True) + at, total.to(KIND), mask=inside[:, None])
 
 
-@triton.jit
-def _window_kernel(
-    table, before, after, columns, height, width, rows, across, places, window,
-    stride_y, stride_x, pad_y, pad_x, step_y, step_x,
-    KIND: tl.constexpr, Q: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
-    """Add up the window of a convolution with a sign for each place and column."""
-    signs = _address(table, 3, KIND, False)
-    positions = rows * across
-    example = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    t, q = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, Q)
-    top, left = (t // across) * stride_y - pad_y, (t % across) * stride_x - pad_x
-    before += example * height * width * Q
-    total = tl.zeros((BT, Q), tl.float32)
-    for place in range(0, places):
-        y, x = top + (place // window) * step_y, left + (place % window) * step_x
-        # Places in the padding are zero, so they add nothing.
-        valid = (t < positions) & (y >= 0) & (y < height) & (x >= 0) & (x < width)
-        at = (y * width + x)[:, None] * Q + q[None, :]
-        value = tl.load(before + at, mask=valid[:, None], other=0.0).to(tl.float32)
-        sign = tl.load(signs + q * places + place, mask=q < columns, other=0.0).to(tl.float32)
-        total += value * sign[None, :]
-    at = (example * positions + t)[:, None] * Q + q[None, :]
-    tl.store(after + at, total.to(KIND), mask=(t < positions)[:, None])
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["second", "thin", "places", "signs", "out"])
 def _combine_kernel(
-    table, thin, out, positions, channels, columns, stride_n, stride_t, stride_c,
-    SECOND: tl.constexpr, KIND: tl.constexpr, IS_ALIGNED: tl.constexpr, LAST: tl.constexpr,
+    second, thin, places, signs, out, positions, channels, columns, folds, kept, row,
+    stride_n, stride_t, stride_c, height, width, across, count, window,
+    stride_y, stride_x, pad_y, pad_x, step_y, step_x,
+    KIND: tl.constexpr, IS_ALIGNED: tl.constexpr, LAST: tl.constexpr, WINDOW: tl.constexpr,
     PRECISION: tl.constexpr, Q: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one example's projected factor with some channels of the other."""
-    n, layer = tl.program_id(1), tl.program_id(2)
-    factor = _address(table, SECOND, KIND, IS_ALIGNED) + n.to(tl.int64) * stride_n
-    signs = _address(table, 4, tl.float32, False)
-    c, q = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, Q)
-    known = c < channels
-    example = layer.to(tl.int64) * tl.num_programs(1) + n
-    thin += example * positions * Q
+    """Multiply one example's projected factor with some channels of the other; add the result."""
+    n = tl.program_id(1).to(tl.int64)
+    factor = _pointer(second, KIND, IS_ALIGNED) + n * stride_n
+    own, q = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, Q)
+    before = _pointer(thin, KIND, True)
     total = tl.zeros((Q, BC), tl.float32)
-    for begin in range(0, positions, BT):
-        t = begin + tl.arange(0, BT)
-        inside = t < positions
-        left = tl.load(thin + t[:, None] * Q + q[None, :], mask=inside[:, None], other=0.0)
-        right = _block(factor, t, c, stride_t, stride_c, inside, known, LAST)
-        total = tl.dot(tl.trans(left), right, total, input_precision=PRECISION)
-    total *= tl.load(signs + c, mask=known, other=0.0)[None, :]
-    at = (example * columns + q)[:, None] * channels + c[None, :]
-    tl.store(out + at, total, mask=(q < columns)[:, None] & known[None, :])
+    for fold in range(0, folds):
+        c = fold * kept + own
+        known = (own < kept) & (c < channels)
+        part = tl.zeros((Q, BC), tl.float32)
+        for begin in range(0, positions, BT):
+            t = begin + tl.arange(0, BT)
+            inside = t < positions
+            if WINDOW:  # what was projected is added up, with a sign for each place and column
+                top, side = (t // across) * stride_y - pad_y, (t % across) * stride_x - pad_x
+                sums = tl.zeros((BT, Q), tl.float32)
+                for place in range(0, count):
+                    y, x = top + (place // window) * step_y, side + (place % window) * step_x
+                    # Places in the padding are zero, so they add nothing.
+                    valid = inside & (y >= 0) & (y < height) & (x >= 0) & (x < width)
+                    at = ((n * height + y) * width + x)[:, None] * Q + q[None, :]
+                    value = tl.load(before + at, mask=valid[:, None], other=0.0).to(tl.float32)
+                    sign = tl.load(
+                        _pointer(places, KIND, False) + q * count + place,
+                        mask=q < columns, other=0.0,
+                    )  # fmt: skip
+                    sums += value * sign.to(tl.float32)[None, :]
+                left = sums.to(KIND)
+            else:
+                at = (n * positions + t)[:, None] * Q + q[None, :]
+                left = tl.load(before + at, mask=inside[:, None], other=0.0)
+            right = _block(factor, t, c, stride_t, stride_c, inside, known, LAST)
+            part = tl.dot(tl.trans(left), right, part, input_precision=PRECISION)
+        sign = tl.load(_pointer(signs, tl.float32, False) + c, mask=known, other=0.0)
+        total += part * sign[None, :]
+    at = _pointer(out, tl.float32, True) + n * row + q[:, None] * kept + own[None, :]
+    mask = (q < columns)[:, None] & (own < kept)[None, :]
+    tl.store(at, tl.load(at, mask=mask, other=0.0) + total, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["inputs", "grads", "sums"])
 def _channel_sums_kernel(
-    table, sums, rows, channels, positions, x_n, x_c, x_t, g_n, g_c, g_t,
+    inputs, grads, sums, rows, channels, positions, x_n, x_c, x_t, g_n, g_c, g_t,
     X: tl.constexpr, G: tl.constexpr, IS_ALIGNED: tl.constexpr, LAST: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum g, g x, x and x^2 over the positions of some (example, channel) pairs."""
-    x, g = _address(table, 0, X, IS_ALIGNED), _address(table, 1, G, IS_ALIGNED)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = row < rows
     n, c = (row // channels).to(tl.int64), (row % channels).to(tl.int64)
-    x_row, g_row = x + n * x_n + c * x_c, g + n * g_n + c * g_c
+    x_row = _pointer(inputs, X, IS_ALIGNED) + n * x_n + c * x_c
+    g_row = _pointer(grads, G, IS_ALIGNED) + n * g_n + c * g_c
     total_g = tl.zeros((ROWS, BLOCK), tl.float32)
     total_gx = tl.zeros((ROWS, BLOCK), tl.float32)
     total_x = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -153,60 +148,58 @@ def _channel_sums_kernel(
         total_gx += two * one
         total_x += one
         total_xx += one * one
-    sums += tl.program_id(2).to(tl.int64) * 4 * rows
-    tl.store(sums + row, tl.sum(total_g, 1), mask=valid)
-    tl.store(sums + rows + row, tl.sum(total_gx, 1), mask=valid)
-    tl.store(sums + 2 * rows + row, tl.sum(total_x, 1), mask=valid)
-    tl.store(sums + 3 * rows + row, tl.sum(total_xx, 1), mask=valid)
+    to = _pointer(sums, tl.float32, True) + row
+    tl.store(to, tl.sum(total_g, 1), mask=valid)
+    tl.store(to + rows, tl.sum(total_gx, 1), mask=valid)
+    tl.store(to + 2 * rows, tl.sum(total_x, 1), mask=valid)
+    tl.store(to + 3 * rows, tl.sum(total_xx, 1), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["sums", "signs", "out"])
 def _channel_rows_kernel(
-    table, sums, out, examples, channels, count, eps,
-    BN: tl.constexpr, BC: tl.constexpr,
+    sums, signs, out, examples, channels, count, eps, BN: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
-    """From the sums to gradients of scale and shift, for some channels of all examples."""
-    layer = tl.program_id(2).to(tl.int64)
-    signs = _address(table, 4, tl.float32, False)
+    """Add the gradients of scale and shift, from the sums, for some channels of all examples."""
+    found, rows = _pointer(sums, tl.float32, True), examples * channels
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = c < channels
-    rows = examples * channels
-    sums += layer * 4 * rows
-    out += layer * 2 * rows
     total = tl.zeros((BC,), tl.float32)
     squares = tl.zeros((BC,), tl.float32)
     for begin in range(0, examples, BN):
         n = begin + tl.arange(0, BN)
         mask = (n < examples)[:, None] & inside[None, :]
         at = n[:, None] * channels + c[None, :]
-        total += tl.sum(tl.load(sums + 2 * rows + at, mask=mask, other=0.0), 0)
-        squares += tl.sum(tl.load(sums + 3 * rows + at, mask=mask, other=0.0), 0)
+        total += tl.sum(tl.load(found + 2 * rows + at, mask=mask, other=0.0), 0)
+        squares += tl.sum(tl.load(found + 3 * rows + at, mask=mask, other=0.0), 0)
     mean = total / count
     deviation = tl.rsqrt(tl.maximum(squares / count - mean * mean, 0.0) + eps)
-    deviation *= tl.load(signs + c, mask=inside, other=0.0)
-    sign = tl.load(signs + channels + c, mask=inside, other=0.0)
+    own = _pointer(signs, tl.float32, False) + c
+    deviation *= tl.load(own, mask=inside, other=0.0)
+    sign = tl.load(own + channels, mask=inside, other=0.0)
     for begin in range(0, examples, BN):
         n = begin + tl.arange(0, BN)
         mask = (n < examples)[:, None] & inside[None, :]
         at = n[:, None] * channels + c[None, :]
-        shift = tl.load(sums + at, mask=mask, other=0.0)
-        product = tl.load(sums + rows + at, mask=mask, other=0.0)
+        shift = tl.load(found + at, mask=mask, other=0.0)
+        product = tl.load(found + rows + at, mask=mask, other=0.0)
         scale = (product - mean[None, :] * shift) * deviation[None, :]
-        where = n[:, None] * (2 * channels) + c[None, :]
-        tl.store(out + where, scale, mask=mask)
-        tl.store(out + where + channels, shift * sign[None, :], mask=mask)
+        to = _pointer(out, tl.float32, True) + n.to(tl.int64)[:, None] * (2 * channels) + c[None, :]
+        tl.store(to, tl.load(to, mask=mask, other=0.0) + scale, mask=mask)
+        to += channels
+        shift = tl.load(to, mask=mask, other=0.0) + shift * sign[None, :]
+        tl.store(to, shift, mask=mask)
 
 
-@triton.jit
-def _position_kernel(
-    table, out, positions, channels, shares, eps, width, x_n, x_t, g_n, g_t,
-    X: tl.constexpr, G: tl.constexpr, IS_ALIGNED: tl.constexpr, SCALE: tl.constexpr,
-    RMS: tl.constexpr, SHIFT: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+@triton.jit(do_not_specialize=["inputs", "grads", "parts"])
+def _norm_kernel(
+    inputs, grads, parts, positions, channels, shares, eps, width, x_n, x_t, g_n, g_t,
+    X: tl.constexpr, G: tl.constexpr, IS_ALIGNED: tl.constexpr, RMS: tl.constexpr,
+    SHIFT: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Normalise some positions of an example, and sum g xhat and g over them."""
-    share, n, layer = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    g = _address(table, 1, G, IS_ALIGNED)
-    signs = _address(table, 4, tl.float32, False)
+    share, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    x = _pointer(inputs, X, IS_ALIGNED) + n * x_n
+    g = _pointer(grads, G, IS_ALIGNED) + n * g_n
     c = tl.arange(0, BC)
     inside = c < channels
     scale = tl.zeros((BC,), tl.float32)
@@ -215,25 +208,39 @@ def _position_kernel(
         t = begin + tl.arange(0, BT)
         mask = (t < positions)[:, None] & inside[None, :]
         at = t.to(tl.int64)[:, None]
-        two = tl.load(g + n * g_n + at * g_t + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        if SCALE:
-            x = _address(table, 0, X, IS_ALIGNED) + n * x_n
-            one = tl.load(x + at * x_t + c[None, :], mask=mask, other=0.0).to(tl.float32)
-            if not RMS:
-                mean = tl.sum(one, 1) / channels
-                one = tl.where(inside[None, :], one - mean[:, None], 0.0)
-            deviation = tl.rsqrt(tl.sum(one * one, 1) / channels + eps)
-            scale += tl.sum(two * one * deviation[:, None], 0)
+        two = tl.load(g + at * g_t + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        one = tl.load(x + at * x_t + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        if not RMS:
+            mean = tl.sum(one, 1) / channels
+            one = tl.where(inside[None, :], one - mean[:, None], 0.0)
+        deviation = tl.rsqrt(tl.sum(one * one, 1) / channels + eps)
+        scale += tl.sum(two * one * deviation[:, None], 0)
         shift += tl.sum(two, 0)
-    where = out + ((layer * shares + share) * tl.num_programs(1) + n) * width + c
-    if SCALE:
-        sign = tl.load(signs + c, mask=inside, other=0.0)
-        tl.store(where, scale * sign, mask=inside)
-        where += channels
-        signs += channels
+    to = _pointer(parts, tl.float32, True) + (n * shares + share) * width + c
+    tl.store(to, scale, mask=inside)
     if SHIFT:
-        sign = tl.load(signs + c, mask=inside, other=0.0)
-        tl.store(where, shift * sign, mask=inside)
+        tl.store(to + channels, shift, mask=inside)
+
+
+@triton.jit(do_not_specialize=["grads", "signs", "out"])
+def _sum_kernel(
+    grads, signs, out, positions, channels, g_n, g_t,
+    G: tl.constexpr, IS_ALIGNED: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Sum some channels over the positions of an example, and add the result with signs."""
+    n, c = tl.program_id(1).to(tl.int64), tl.program_id(0) * BC + tl.arange(0, BC)
+    g = _pointer(grads, G, IS_ALIGNED) + n * g_n
+    inside = c < channels
+    total = tl.zeros((BT, BC), tl.float32)
+    for begin in range(0, positions, BT):
+        t = begin + tl.arange(0, BT)
+        mask = (t < positions)[:, None] & inside[None, :]
+        at = t.to(tl.int64)[:, None] * g_t + c[None, :]
+        total += tl.load(g + at, mask=mask, other=0.0).to(tl.float32)
+    sign = tl.load(_pointer(signs, tl.float32, False) + c, mask=inside, other=0.0)
+    to = _pointer(out, tl.float32, True) + n * channels + c
+    before = tl.load(to, mask=inside, other=0.0)
+    tl.store(to, before + tl.sum(total, 0) * sign, mask=inside)
 
 
 class Factor(NamedTuple):
@@ -274,135 +281,161 @@ Window = tuple[Pair, Pair, Pair, Pair]
 """Size, stride, padding and dilation of a convolution."""
 
 
-Plan = Callable[[Tensor], Tensor]
-"""Takes the addresses (L, 5) of some layers to their signed rows, or columns of rows (S, N, ...),
-which are to be summed over S."""
-
-
 def product_plan(
-    first: Tensor, second: Tensor, columns: int, count: int, *,
-    first_at: int, window: Window | None, is_aligned: bool, allow_tf32: bool,
+    inputs: Tensor, grads: Tensor, one: MatrixMap, matrix: Tensor, places: Tensor, *,
+    projects_grads: bool, window: Window | None, is_aligned: bool, allow_tf32: bool,
     matrix_strides: tuple[int, int],
-) -> Plan:  # fmt: skip
-    """Prepare the columns (L, N, Q, C) of weights.
+) -> KernelPlan | None:  # fmt: skip
+    """Prepare the columns of a weight.
 
     Args:
-        first: The factor that is projected, of one layer.
-        second: The other one.
-        columns: Q.
-        count: L.
-        first_at: Field of the first factor's address, 0 or 1.
+        inputs: Of the layer.
+        grads: Of its output.
+        one: The map of the weight.
+        matrix: What projects.
+        places: Signs of the places in a window.
+        projects_grads: Whether gradients are projected and inputs kept, or the other way round.
         window: Of a convolution, if positions of the two differ.
-        is_aligned: Whether all addresses are multiples of 16 bytes.
+        is_aligned: Whether both begin at multiples of 16 bytes.
         allow_tf32: Whether factors in float32 may be rounded.
         matrix_strides: Of the matrix that projects, over channels and columns.
     """
-    one, two = Factor.of(first), Factor.of(second)
-    assert one is not None and two is not None
-    dtype, device = first.dtype, first.device
+    first, second = (grads, inputs) if projects_grads else (inputs, grads)
+    thin, wide = Factor.of(first), Factor.of(second)
+    if thin is None or wide is None:
+        return None
+    dtype, columns = first.dtype, one.columns
     kind, width = TYPES[dtype], max(16, triton.next_power_of_2(columns))
     precision, half = "tf32" if allow_tf32 else "ieee", dtype.itemsize == 2
-    examples, positions, last = one.examples, one.positions, one.stride_c == 1
-    before = (count, examples, positions, width)
-    if last and one.stride_n == positions * one.stride_t:  # one long example: no tiles in part
+    examples, positions, last = thin.examples, thin.positions, thin.stride_c == 1
+    scratch = examples * positions * width * dtype.itemsize
+    if last and thin.stride_n == positions * thin.stride_t:  # one long example: no tiles in part
         examples, positions = 1, examples * positions
     block, channels = 64 if half else 32, 128 if last and width == 16 else 64
+    while block > 16 and examples * triton.cdiv(positions, block) < _PROGRAMS:
+        block //= 2
     project = Launch(
-        _project_kernel, (triton.cdiv(positions, block), examples, count),
-        positions, one.channels, columns, *one.strides, *matrix_strides,
-        first_at, kind, is_aligned, last, precision, width, block, channels,
+        _project_kernel, (triton.cdiv(positions, block), examples, 1),
+        positions, thin.channels, columns, *thin.strides, *matrix_strides,
+        kind, is_aligned, last, precision, width, block, channels,
     )  # fmt: skip
-    move: Launch | None = None
+    moves = (0,) * 11
     if window is not None:
         size, stride, padding, dilation = window
-        block = max(16, 1024 // width)
-        move = Launch(
-            _window_kernel, (triton.cdiv(two.positions, block), one.examples, count),
-            columns, *first.shape[2:], *second.shape[2:], size[0] * size[1], size[1],
-            *stride, *padding, *dilation, kind, width, block,
+        moves = (
+            *first.shape[2:], second.shape[3], size[0] * size[1], size[1],
+            *stride, *padding, *dilation,
         )  # fmt: skip
-    after = (count, two.examples, two.positions, width)
-    last = two.stride_c == 1
+    last = wide.stride_c == 1
     block, most = (64, 128) if last else (32, 64)
-    if two.examples * count * triton.cdiv(two.channels, block) < _PROGRAMS // 2:
+    if window is not None:  # which every program adds up again
+        block = 128
+    while block > 32 and wide.examples * triton.cdiv(one.width, block) < _PROGRAMS // 2:
         block //= 2
-    most = 32 if two.positions <= 32 else most if half else most // 2
+    most = 32 if wide.positions <= 32 else most if half else most // 2
     combine = Launch(
-        _combine_kernel, (triton.cdiv(two.channels, block), two.examples, count),
-        two.positions, two.channels, columns, *two.strides,
-        1 - first_at, kind, is_aligned, last, precision, width, most, block,
+        _combine_kernel, (triton.cdiv(one.width, block), wide.examples, 1),
+        wide.positions, wide.channels, columns, one.folds, one.width, one.size, *wide.strides,
+        *moves, kind, is_aligned, last, window is not None, precision, width, most, block,
     )  # fmt: skip
-    found = (count, two.examples, columns, two.channels)
+    side, by_place, signs = matrix.data_ptr(), places.data_ptr(), one.signs.data_ptr()
 
-    def run(table: Tensor) -> Tensor:
-        thin = torch.empty(before, dtype=dtype, device=device)
-        project(table, thin)
-        if move is not None:
-            projected, thin = thin, torch.empty(after, dtype=dtype, device=device)
-            move(table, projected, thin)
-        out = torch.empty(found, device=device)
-        combine(table, thin, out)
-        return out
+    def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
+        first, second = (grads, inputs) if projects_grads else (inputs, grads)
+        project(first, side, scratch, stream=stream)
+        combine(second, scratch, by_place, signs, out, stream=stream)
 
-    return run
+    return KernelPlan(run, scratch)
 
 
 def batch_norm_plan(
-    inputs: Tensor, grads: Tensor, eps: float, count: int, *, is_aligned: bool
-) -> Plan:
-    """Prepare the rows (L, N, 2 C) of BatchNorms in training: tensors (N, C, ...)."""
+    inputs: Tensor, grads: Tensor, one: VectorMap, eps: float, *, is_aligned: bool
+) -> KernelPlan | None:
+    """Prepare the rows of a BatchNorm in training: tensors (N, C, ...)."""
+    if Factor.of(inputs) is None or Factor.of(grads) is None:
+        return None
     examples, channels = inputs.shape[:2]
-    flat, wide, device = inputs.flatten(2), grads.flatten(2), inputs.device
+    flat, wide = inputs.flatten(2), grads.flatten(2)
     positions, rows = flat.shape[2], examples * channels
     block = min(1024, max(16, triton.next_power_of_2(positions)))
     per, strided = max(1, 2048 // block), flat.stride(2) != 1 or wide.stride(2) != 1
     add = Launch(
-        _channel_sums_kernel, (triton.cdiv(rows, per), 1, count),
+        _channel_sums_kernel, (triton.cdiv(rows, per), 1, 1),
         rows, channels, positions, *flat.stride(), *wide.stride(),
         TYPES[inputs.dtype], TYPES[grads.dtype], is_aligned, strided, per, block,
     )  # fmt: skip
     finish = Launch(
-        _channel_rows_kernel, (triton.cdiv(channels, 16), 1, count),
+        _channel_rows_kernel, (triton.cdiv(channels, 16), 1, 1),
         examples, channels, examples * positions, eps, 64, 16,
     )  # fmt: skip
+    signs = one.signs.data_ptr()
 
-    def run(table: Tensor) -> Tensor:
-        sums = torch.empty(count, 4, rows, device=device)
-        out = torch.empty(count, examples, 2 * channels, device=device)
-        add(table, sums)
-        finish(table, sums, out)
-        return out
+    def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
+        add(inputs, grads, scratch, stream=stream)
+        finish(scratch, signs, out, stream=stream)
 
-    return run
+    return KernelPlan(run, 4 * rows * _FLOAT)
 
 
-def position_plan(
-    inputs: Tensor | None, grads: Tensor, eps: float, count: int, *,
+def norm_plan(
+    inputs: Tensor, grads: Tensor, one: VectorMap, eps: float, *,
     rms: bool, shift: bool, is_aligned: bool,
-) -> Plan:  # fmt: skip
-    """Prepare the rows of LayerNorms or RMSNorms over C channels, or of biases.
-
-    Those of the scale, (S, N, C), with `shift` those of the shift behind them. Tensors are
-    (N, T, C); without inputs there is a shift alone.
-    """
+) -> KernelPlan | None:  # fmt: skip
+    """Prepare the rows of a LayerNorm or RMSNorm over C channels: tensors (N, T, C)."""
+    if not (_has_channels_last(inputs) and _has_channels_last(grads)):
+        return None
     examples, positions, channels = grads.shape
-    device, width = grads.device, triton.next_power_of_2(channels)
+    width = triton.next_power_of_2(channels)
     per = max(1, 4096 // width)
-    most = max(1, _PROGRAMS // (examples * count))
-    shares = max(1, min(triton.cdiv(positions, per), most))
-    size = ((inputs is not None) + shift) * channels
-    one = grads if inputs is None else inputs
+    shares = max(1, min(triton.cdiv(positions, per), _PROGRAMS // examples))
     add = Launch(
-        _position_kernel, (shares, examples, count),
-        positions, channels, shares, eps, size,
-        one.stride(0), one.stride(1), grads.stride(0), grads.stride(1),
-        TYPES[one.dtype], TYPES[grads.dtype], is_aligned,
-        inputs is not None, rms, shift, per, width,
+        _norm_kernel, (shares, examples, 1),
+        positions, channels, shares, eps, one.size,
+        inputs.stride(0), inputs.stride(1), grads.stride(0), grads.stride(1),
+        TYPES[inputs.dtype], TYPES[grads.dtype], is_aligned, rms, shift, per, width,
     )  # fmt: skip
+    finish = _sums((examples, shares, one.size), (shares * one.size, one.size), tl.float32, True)
+    signs = one.signs.data_ptr()
 
-    def run(table: Tensor) -> Tensor:
-        out = torch.empty(count * shares, examples, size, device=device)
-        add(table, out)
-        return out
+    def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
+        add(inputs, grads, scratch, stream=stream)
+        finish(scratch, signs, out, stream=stream)
 
-    return run
+    return KernelPlan(run, examples * shares * one.size * _FLOAT)
+
+
+def bias_plan(grads: Tensor, one: VectorMap, *, is_aligned: bool) -> KernelPlan | None:
+    """Prepare the rows of a bias: gradients (N, T, C)."""
+    if not _has_channels_last(grads):
+        return None
+    add = _sums(tuple(grads.shape), grads.stride()[:2], TYPES[grads.dtype], is_aligned)
+    signs = one.signs.data_ptr()
+
+    def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
+        add(grads, signs, out, stream=stream)
+
+    return KernelPlan(run, 0)
+
+
+def _sums(
+    shape: tuple[int, ...], strides: tuple[int, ...], kind: tl.dtype, is_aligned: bool
+) -> Launch:
+    """Return the launch that sums (N, T, C) elements over T."""
+    examples, positions, channels = shape
+    block = 128
+    while block > 32 and examples * triton.cdiv(channels, block) < _PROGRAMS // 2:
+        block //= 2
+    most = min(triton.next_power_of_2(positions), 4096 // block)
+    grid = (triton.cdiv(channels, block), examples, 1)
+    return Launch(_sum_kernel, grid, positions, channels, *strides, kind, is_aligned, most, block)
+
+
+def _has_channels_last(tensor: Tensor) -> bool:
+    """Say whether channels of (N, T, C) lie side by side and are not too many."""
+    return (
+        tensor.dim() == 3
+        and tensor.stride(2) == 1
+        and tensor.dtype in TYPES
+        and 0 < tensor.numel()
+        and tensor.shape[2] <= _MOST_CHANNELS
+    )
