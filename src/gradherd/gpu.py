@@ -54,13 +54,12 @@ class Launch:
         self._function: Any = None
         self._metadata: Any = None
 
-    def __call__(self, *memory: Tensor | int, stream: int | None = None) -> None:
+    def __call__(self, stream: int, *memory: int) -> None:
         """Launch on the current device, which must be that of the memory.
 
         Args:
-            memory: Tensors, which must begin at multiples of 16 bytes, as all new ones do; or
-                addresses, for arguments that the kernel is not specialized for.
-            stream: The current stream, if the caller knows it.
+            stream: The current stream.
+            memory: Addresses; the kernel must not be specialized for them.
         """
         if self._run is None:
             done = self._kernel[self._grid](*memory, *self._numbers)
@@ -68,8 +67,6 @@ class Launch:
                 self._run, self._function = done.run, done.function
                 self._metadata = done.packed_metadata
             return
-        if stream is None:
-            stream = torch.cuda.current_stream().cuda_stream
         # As Triton's own `done[grid]` does it, but for the hooks of its profiler.
         self._run(
             *self._grid, stream, self._function, self._metadata, None, None, None,

@@ -619,7 +619,7 @@ def test_more_columns_for_models_with_tokens() -> None:
     assert columns_of(Tied(100), TwoSidedRows()) == columns_of(Tied(100), SketchRows()) == 64
     assert columns_of(nn.Linear(50, 40), TwoSidedRows()) == 16
     assert columns_of(Tied(100), TwoSidedRows(rank=9)) == 9
-    assert columns_of(nn.Linear(50, 5), TwoSidedRows(rank=256)) == 50
+    assert columns_of(nn.Linear(50, 5), TwoSidedRows(rank=256)) == 5  # the short side, as it is
 
 
 @pytest.mark.parametrize("bad", [{"rank": 1}, {"rank": 257}, {"rank": 2.0}, {"size": 0}])

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
-from gradherd.rows import layer_kernels
+from gradherd.rows import triton_layers
 from gradherd.rows.capture import Capture
-from gradherd.rows.layer_kernels import KernelPlan
 from gradherd.rows.settings import TwoSidedRows
 from tests.gpu import DEVICE, MARKS, only_gpu
 from tests.rows.zoo import ResNet, ViT
@@ -91,12 +90,12 @@ def rows_of(
 def served(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count launches by what they serve."""
     found: Counter[str] = Counter()
-    for kind in ("ProductKernels", "PositionKernels", "BatchNormKernels"):
-        cls = getattr(layer_kernels, kind)
+    for kind in ("ProductKernels", "BiasKernels", "NormKernels", "BatchNormKernels"):
+        cls = getattr(triton_layers, kind)
 
         def counted(
             self: Any, *args: Any, kind: str = kind, plan: Callable[..., Any] = cls.plan
-        ) -> KernelPlan | None:
+        ) -> triton_layers.KernelPlan | None:
             made = plan(self, *args)
             if made is None:
                 return None
@@ -105,7 +104,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
                 found[kind] += 1
                 made.run(*addresses)
 
-            return KernelPlan(run, made.scratch)
+            return triton_layers.KernelPlan(run, made.scratch)
 
         monkeypatch.setattr(cls, "plan", counted)
     return found
@@ -130,8 +129,16 @@ def test_blocks_of_layers(norm: Callable[[int], nn.Module], served: Counter[str]
     expected = rows_of(model, words, kernels=False)
     assert not served
     assert error(rows_of(model, words, kernels=True), expected) < 1e-5
-    # Two batches: six weights each; three norms and three biases.
-    assert served == {"ProductKernels": 2 * 6, "PositionKernels": 2 * 6}
+    # Two batches: six weights each, three biases and norms; the head has one position.
+    assert served == {"ProductKernels": 2 * 6, "BiasKernels": 2 * 3, "NormKernels": 2 * 3}
+
+
+def test_a_head_whose_outputs_are_not_projected(served: Counter[str]) -> None:
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(nn.Flatten(), nn.Linear(192, 5)).to(DEVICE), images()
+    expected = rows_of(model, inputs, kernels=False, rank=8)
+    assert error(rows_of(model, inputs, kernels=True, rank=8), expected) < 1e-5
+    assert served == {"ProductKernels": 2, "BiasKernels": 2}
 
 
 def test_sides_that_are_folded() -> None:
@@ -157,7 +164,7 @@ def test_convolutions(layout: torch.memory_format, served: Counter[str]) -> None
     inputs = images().to(memory_format=layout)
     expected = rows_of(model, inputs, kernels=False)
     assert error(rows_of(model, inputs, kernels=True), expected) < ALLOWED
-    assert served == {"ProductKernels": 2 * 6, "BatchNormKernels": 2 * 6}
+    assert served == {"ProductKernels": 2 * 7, "BatchNormKernels": 2 * 6}
 
 
 @pytest.mark.parametrize(("make", "count"), [(ResNet, 2), (ViT, 3)])

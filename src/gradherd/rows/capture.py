@@ -125,6 +125,7 @@ class Capture:
             if one is not None
         }
         self._places = self._place_columns()
+        self._pool.row_size, self._pool.starts = self._size, self._places
         self._check = RowCheck(
             self.spec,
             self._parameters,
@@ -217,7 +218,8 @@ class Capture:
     @property
     def waiting(self) -> bool:
         """Whether a backward has reached a parameter since the last pop."""
-        return bool(self._pool.arrived) or self._check.reached
+        pool = self._pool
+        return bool(pool.arrived) or pool.rows is not None or self._check.reached
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -340,7 +342,10 @@ class Capture:
 
     def _rows(self, examples: int) -> Tensor:
         """Return the rows (B, k), neither averaged nor unscaled; exact: (B, D)."""
-        total = self._like.new_zeros(examples, self._size)
+        brought = self._pool.rows
+        if brought is None:
+            brought = self._like.new_zeros(examples, self._size)
+        total = brought[:examples]
         for index in self._whole:
             rows = self._whole_rows(index, examples)
             if rows is not None and self._pool.is_exact:

@@ -25,7 +25,14 @@ from gradherd.rows.sink_layers import (
     TappedBatchNorm,
     TappedParameters,
 )
-from gradherd.rows.sink_maps import FilterMap, MatrixMap, OuterMap, VectorMap, WholeMap
+from gradherd.rows.sink_maps import (
+    MOST_KEPT,
+    FilterMap,
+    MatrixMap,
+    OuterMap,
+    VectorMap,
+    WholeMap,
+)
 
 WeightMaps = tuple[MatrixMap | WholeMap, MatrixMap | OuterMap | None]
 """Maps of a weight, for many positions and, if it is another one, for one."""
@@ -278,6 +285,9 @@ class LayerPlan:
             # The shorter side is kept. Tables of tokens are looked up, so their rows are projected.
             looks_up = isinstance(layer, EmbeddingLayer) or weight in self.shared
             keep = 1 if looks_up or columns <= rows else 0
+            short, long = min(shape), min(max(shape), MOST_KEPT)
+            if not looks_up and short <= maps.columns and short * long <= maps.size:
+                keep = 1 - keep  # as in most heads: nothing is projected then
             matrix = maps.matrix((rows, columns), name, keep=keep)
             if not looks_up and matrix.columns < shape[1 - keep]:
                 single = maps.outer((rows, columns), name)

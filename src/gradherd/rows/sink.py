@@ -21,29 +21,30 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakMethod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradherd.rows.layer_kernels import (
-    CHANGED_IN_PLACE,
-    KernelPlan,
-    LayerKernels,
-    Scratch,
-    WaitingRows,
-)
+from gradherd.rows.open_backward import Lane, OpenBackward, Scratch
 from gradherd.rows.sketch import has_kernels
 from gradherd.rows.torch_names import (
     call_after_backward,
     current_backward,
-    current_stream,
     keeps_graph,
     packs_saved_tensors,
+    stream_getter,
 )
 
+if TYPE_CHECKING:  # Triton is optional
+    from gradherd.rows.triton_layers import KernelPlan, LayerKernels
+
+CHANGED_IN_PLACE = (
+    "an input of a layer was changed in place before its backward, so rows of single examples "
+    "cannot be read: replace the in-place operation by its plain form, or order whole batches"
+)
 INPUT = -1
 """Stands for a module's input where outputs are numbered from 0."""
 Shapes = dict[int, torch.Size]
@@ -53,6 +54,8 @@ TAP = "_gradherd_tap"
 """Attribute of a tapped module that holds its layer."""
 
 
+KernelPair = tuple["LayerKernels | None", "LayerKernels | None"]
+"""Kernels for the rows of a layer's weight and of its vector; None where there are none."""
 Wanted = tuple[bool, bool]
 """Whether rows of a layer's weight and of its vector are wanted."""
 Sinks = tuple[Tensor | None, Tensor | None]
@@ -130,8 +133,8 @@ _MOST_LAYOUTS = 16
 class ReadyUse(NamedTuple):
     """A use of a layer whose input and gradient have known strides."""
 
-    launches: tuple[tuple[Tensor, int, KernelPlan], ...]
-    """Sinks that kernels serve, with the elements of their rows."""
+    launches: tuple[tuple["KernelPlan", int, Tensor | None, int], ...]
+    """What kernels do: where they add to rows, in bytes; or the sink, and its elements."""
     sinks: Sinks
     """Those that no kernel serves."""
     examples: int
@@ -165,15 +168,17 @@ class KnownUse:
         return self._ready
 
     def _prepare(self, inputs: Tensor, grads: Tensor, is_aligned: bool) -> ReadyUse:
-        launches, rest = [], list(self.sinks)
+        pool, launches, rest = self.layer.pool, [], list(self.sinks)
         for which, (sink, kernels) in enumerate(zip(self.sinks, self._kernels, strict=True)):
             if sink is None or kernels is None:
                 continue
-            plan = kernels.plan(inputs, grads, is_aligned)
+            start, size = pool.start_of(sink), kernels.one.size
+            plan = kernels.plan(inputs, grads, pool.row_size if start >= 0 else size, is_aligned)
             if plan is not None:
-                launches.append((sink, kernels.one.size, plan))
+                at = max(0, start) * pool.like.itemsize
+                launches.append((plan, at, None if start >= 0 else sink, size))
                 rest[which] = None
-        scratch = max((plan.scratch for _, _, plan in launches), default=0)
+        scratch = max((plan.scratch for plan, *_ in launches), default=0)
         return ReadyUse(tuple(launches), (rest[0], rest[1]), grads.shape[0], scratch)
 
 
@@ -292,7 +297,14 @@ class SinkPool:
         self.has_kernels = not is_exact and like.dtype == torch.float32 and has_kernels(like.device)
         """Whether layers may have kernels of their own."""
         self.is_sharded = is_sharded
+        self._stream = stream_getter(like.device)
         self._scratch: dict[int, Scratch] = {}  # by stream
+        self.row_size = 0
+        """k, elements of a row."""
+        self.starts: dict[str, int | None] = {}
+        """Where in a row the columns of a shared sink are added; None: they are hashed."""
+        self.rows: Tensor | None = None
+        """Rows (B, k) that kernels have brought."""
         self._open: dict[int, OpenBackward] = {}  # by the number of the backward
 
     def see(self, examples: int, output: Tensor) -> None:
@@ -356,17 +368,23 @@ class SinkPool:
         matrix, vector = known.sinks
         stream = 0
         if self.has_kernels:
-            stream = current_stream(self.like.device)
-            at, grads_at = inputs.data_ptr(), grads.data_ptr()
+            stream, at, grads_at = self._stream(), inputs.data_ptr(), grads.data_ptr()
             ready = known.ready(inputs, grads, (at | grads_at) % 16 == 0)
-            scratch = self._scratch_of(stream, ready.scratch)
-            for sink, size, plan in ready.launches:
-                waiting = backward.rows_for(sink, stream)
-                if ready.examples > waiting.room:
-                    waiting.make_room(ready.examples, size)
-                waiting.sizes.add(ready.examples)
-                plan.run(stream, at, grads_at, waiting.address, scratch)
             matrix, vector = ready.sinks
+            lane = backward.lanes.get(stream) or self._open_lane(backward, stream)
+            scratch = lane.scratch
+            if ready.scratch > scratch.size:
+                scratch.grow(ready.scratch)
+            for plan, start, sink, size in ready.launches:
+                if sink is not None:  # known apart, while rows are checked
+                    to = backward.rows_for(sink, stream).open(ready.examples, size)
+                else:
+                    if ready.examples > lane.room:
+                        most = max(self.examples, ready.examples)
+                        lane.make_room(most, self.row_size, self.like)
+                    lane.sizes.add(ready.examples)
+                    to = lane.address + start
+                plan.run(stream, at, grads_at, to, scratch.address)
         if matrix is None and vector is None:
             return
         if self.is_exact:
@@ -380,16 +398,18 @@ class SinkPool:
         if vector is not None:
             backward.rows_for(vector, stream).add(layer.vector.finish(found[1]))
 
-    def _scratch_of(self, stream: int, size: int) -> int:
-        """Return the address of memory for kernels of a stream."""
-        scratch = self._scratch.get(stream)
-        if scratch is None:
-            scratch = self._scratch[stream] = Scratch(self.like.device)
-        if size > scratch.size:
-            scratch.grow(size)
-        return scratch.address
+    def _open_lane(self, backward: OpenBackward, stream: int) -> Lane:
+        if stream not in self._scratch:
+            self._scratch[stream] = Scratch(self.like.device)
+        lane = backward.lanes[stream] = Lane(self._scratch[stream])
+        return lane
 
-    def _backward_now(self) -> "OpenBackward":
+    def start_of(self, sink: Tensor) -> int:
+        """Return where in a row kernels may add the columns of a sink; -1 if it is kept apart."""
+        start = self.starts.get(self._keys[id(sink)])
+        return -1 if start is None else start
+
+    def _backward_now(self) -> OpenBackward:
         task = current_backward()
         found = self._open.get(task)
         if found is None:
@@ -399,7 +419,7 @@ class SinkPool:
 
     def add(self, sink: Tensor, rows: Tensor) -> None:
         """Let rows (n, N) for a sink wait until the backward that runs is over."""
-        stream = current_stream(self.like.device) if self.has_kernels else 0
+        stream = self._stream() if self.has_kernels else 0
         self._backward_now().rows_for(sink, stream).add(rows)
 
     def _end(self, task: int) -> None:
@@ -412,13 +432,20 @@ class SinkPool:
             return
         self.on_arrival()  # may have the rows of an earlier backward taken
         with torch.no_grad():
-            stream = current_stream(self.like.device) if self.has_kernels else 0
-            for (of, _), (sink, waiting) in backward.rows.items():
-                rows = waiting.rows()
-                if of != stream:  # autograd has had this stream wait for the others
-                    rows.record_stream(torch.cuda.current_stream(rows.device))
+            for (stream, _), (sink, waiting) in backward.rows.items():
                 self.sizes |= waiting.sizes
-                self._take(self._keys[id(sink)], rows)
+                self._take(self._keys[id(sink)], self._here(waiting.rows(), stream))
+            for stream, lane in backward.lanes.items():
+                if lane.rows is not None:
+                    self.sizes |= lane.sizes
+                    found = self._here(lane.rows, stream)
+                    self.rows = found if self.rows is None else _sum(self.rows, found)
+
+    def _here(self, rows: Tensor, stream: int) -> Tensor:
+        """Return rows of another stream, for which autograd has had this one wait."""
+        if self.has_kernels and stream != self._stream():
+            rows.record_stream(torch.cuda.current_stream(rows.device))
+        return rows
 
     def _arrive(self, key: str, sink: Tensor) -> None:
         """Take what autograd has brought to a sink: rows of compiled layers, or zeros of a tap."""
@@ -434,10 +461,7 @@ class SinkPool:
 
     def _take(self, key: str, rows: Tensor) -> None:
         before = self.arrived.get(key)
-        if before is not None:  # of other length only in a step that will be refused
-            rest = len(before) - len(rows)
-            rows = F.pad(rows, (0, 0, 0, max(0, rest))) + F.pad(before, (0, 0, 0, max(0, -rest)))
-        self.arrived[key] = rows
+        self.arrived[key] = rows if before is None else _sum(before, rows)
 
     def is_apart_now(self) -> bool:
         """Say whether the layer that runs uses sinks of its own."""
@@ -462,44 +486,17 @@ class SinkPool:
     def clear(self) -> None:
         """Forget what has arrived, but not what waits for the end of the backward that runs."""
         self.arrived, self.sizes, self.strangers, self.dtypes = {}, set(), {}, set()
-        self.differentiated, now = False, current_backward()
+        self.rows, self.differentiated, now = None, False, current_backward()
         for task in [task for task in self._open if task != now]:  # of a backward that has failed
             self._open.pop(task).unwatch()
 
 
-class OpenBackward:
-    """What a backward has brought so far."""
-
-    def __init__(self, like: Tensor) -> None:
-        self.rows: dict[tuple[int, int], tuple[Tensor, WaitingRows]] = {}
-        """Sinks by stream and identity, with what waits for them."""
-        self.accumulates = False
-        """Whether it accumulates gradients, as `Tensor.backward` does."""
-        self.is_watched = False
-        """Whether the gradient of a parameter will tell."""
-        self._like = like
-        self._handle: Any = None
-
-    def rows_for(self, sink: Tensor, stream: int) -> WaitingRows:
-        """Return what waits for a sink on a stream."""
-        found = self.rows.get((stream, id(sink)))
-        if found is None:
-            waiting = WaitingRows(len(sink), self._like)
-            found = self.rows[stream, id(sink)] = (sink, waiting)
-        return found[1]
-
-    def watch(self, parameter: Tensor) -> None:
-        """Note if the gradient of a parameter is accumulated; one is enough."""
-        self.is_watched = True
-        self._handle = parameter.register_post_accumulate_grad_hook(self._accumulated)
-
-    def _accumulated(self, parameter: Tensor) -> None:
-        self.accumulates = True
-
-    def unwatch(self) -> None:
-        """Leave the parameter as it was."""
-        if self._handle is not None:
-            self._handle.remove()
+def _sum(one: Tensor, other: Tensor) -> Tensor:
+    """Add rows; they are of different length only in a step that will be refused."""
+    most = max(len(one), len(other))
+    if len(one) != len(other):
+        one, other = (F.pad(each, (0, 0, 0, most - len(each))) for each in (one, other))
+    return one + other
 
 
 def _arrive_at(arrive: "WeakMethod[Callable[[str, Tensor], None]]", key: str, sink: Tensor) -> None:
@@ -543,7 +540,7 @@ class SketchedLayer(ABC):
         """Last dimensions of the input that cannot hold examples."""
         self.compiles = True
         """Whether the layer may be part of a graph."""
-        self._kernels: dict[Any, tuple[LayerKernels | None, LayerKernels | None]] = {}
+        self._kernels: dict[Any, KernelPair] = {}
         self.known: dict[Any, KnownUse | None] = {}
         """Uses of the layer where it is not compiled; None for those without rows."""
 
@@ -578,7 +575,7 @@ class SketchedLayer(ABC):
         """Return the map that the columns of the weight belong to."""
         return self.matrix
 
-    def kernels(self, use: Any, saves: bool) -> tuple[LayerKernels | None, LayerKernels | None]:
+    def kernels(self, use: Any, saves: bool) -> KernelPair:
         """Return the kernels for the rows of weight and vector; None where there are none.
 
         Args:
@@ -590,9 +587,7 @@ class SketchedLayer(ABC):
             self._kernels[key] = self.make_kernels(use, saves)
         return self._kernels[key]
 
-    def make_kernels(
-        self, use: Any, saves: bool
-    ) -> tuple[LayerKernels | None, LayerKernels | None]:
+    def make_kernels(self, use: Any, saves: bool) -> KernelPair:
         """Do so for the first time."""
         return None, None
 
@@ -691,10 +686,13 @@ class SketchedLayer(ABC):
             return self.tap_known(known, inputs, output, kept)
         # The layer may return a view, as nn.Linear does. Changed in place, that would get another
         # node, while what it is a view of keeps its own.
-        whole = base_of(output)
+        whole = output._base
+        if whole is None:
+            whole = output
+        elif whole.numel() != output.numel() or not output.is_contiguous():
+            return self.tap_known(known, inputs, output, kept)
         node: Any = whole.grad_fn
-        is_part = whole.numel() != output.numel() or not output.is_contiguous()
-        if node is None or (is_part and whole is not output):
+        if node is None:
             return self.tap_known(known, inputs, output, kept)
         held = inputs if known.reads_input else pool.like
         node.register_prehook(Watch(known, held, kept, leaf, whole.output_nr, output.shape))
@@ -757,12 +755,6 @@ class SketchedLayer(ABC):
                 f"its input of shape {shape} has no dimension for examples"
             )
         return output
-
-
-def base_of(tensor: Tensor) -> Tensor:
-    """Return what a tensor is a view of, or the tensor itself."""
-    base = tensor._base
-    return tensor if base is None else base
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

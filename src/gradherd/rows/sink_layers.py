@@ -12,14 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradherd.rows.layer_kernels import (
-    BatchNormKernels,
-    LayerKernels,
-    PositionKernels,
-    ProductKernels,
-)
 from gradherd.rows.sink import (
     TAP,
+    KernelPair,
     SinkPool,
     SketchedLayer,
     Tapped,
@@ -128,10 +123,10 @@ class LinearLayer(WeightLayer):
                 total = F.pad(total, (part[0], self.vector.size - part[1]))
         return matrix, total
 
-    def make_kernels(
-        self, use: Any, saves: bool
-    ) -> tuple[LayerKernels | None, LayerKernels | None]:
-        """Return what kernels need if examples come first and have many positions."""
+    def make_kernels(self, use: Any, saves: bool) -> KernelPair:
+        """Return kernels if examples come first."""
+        from gradherd.rows.triton_layers import BiasKernels, ProductKernels
+
         dim, part, single = use
         if dim or single or part is not None:
             return None, None
@@ -140,7 +135,7 @@ class LinearLayer(WeightLayer):
             projects_grads = (self.matrix.keep == 1) != self.transposed
             matrix = ProductKernels(self.matrix, projects_grads=projects_grads)
         if self.vector is not None:
-            vector = PositionKernels(self.vector, scale=False, shift=True)
+            vector = BiasKernels(self.vector)
         return matrix, vector
 
 
@@ -234,18 +229,16 @@ class ConvLayer(WeightLayer):
             small = small.unfold(at, (size - 1) * dilation + 1, stride)[..., ::dilation]
         return small.movedim(1, 1 + dims).flatten(1 + dims).flatten(1, dims)
 
-    def make_kernels(
-        self, use: Any, saves: bool
-    ) -> tuple[LayerKernels | None, LayerKernels | None]:
-        """Return what kernels need for the filters of a plain convolution over two dimensions."""
+    def make_kernels(self, use: Any, saves: bool) -> KernelPair:
+        """Return kernels for the filters of a plain convolution over two dimensions."""
+        from gradherd.rows.triton_layers import ProductKernels
+
         matrix = self.matrix
         plain = not (self.transposed or self.pad or use[2]) and self.groups == 1
         if matrix is None or not plain or len(self.window) != 2 or matrix.columns > MOST_COLUMNS:
             return None, None
         if matrix.is_pointwise(self.stride, self.padding):
             return ProductKernels(matrix, projects_grads=False), None
-        if matrix.places is None and self.window != (1, 1):  # few channels
-            return None, None
         window = (self.window, self.stride, self.padding, self.dilation)
         return ProductKernels(matrix, projects_grads=False, window=window), None
 
@@ -385,18 +378,15 @@ class LastDimsNorm(NormLayer):
         wide = inputs.float() if self.in_float32 else at_least_float32(inputs)
         return norm(wide, self.shape, eps=self.eps)
 
-    def make_kernels(
-        self, use: Any, saves: bool
-    ) -> tuple[LayerKernels | None, LayerKernels | None]:
-        """Return what a kernel for norms over the last dimension needs."""
+    def make_kernels(self, use: Any, saves: bool) -> KernelPair:
+        """Return kernels for a norm over the last dimension."""
+        from gradherd.rows.triton_layers import NormKernels
+
         if use[0] or not all(use[1]) or len(self.shape) > 1 or self.parts[0] != "weight":
             return None, None
         if self.eps is None:  # it depends on the dtype
             return None, None
-        shift = len(self.parts) > 1
-        return None, PositionKernels(
-            self.vector, eps=self.eps, scale=True, rms=self.rms, shift=shift
-        )
+        return None, NormKernels(self.vector, self.eps, rms=self.rms, has_shift=len(self.parts) > 1)
 
     def summed_dims(self, moved: Tensor) -> tuple[int, ...]:
         """Return all dimensions between examples and features."""
@@ -426,10 +416,10 @@ class ChannelNorm(NormLayer):
         mean, var = (one.to(wide) for one in saved) if saved else (None, None)
         return F.batch_norm(wide, mean, var, training=not saved, eps=self.eps)
 
-    def make_kernels(
-        self, use: Any, saves: bool
-    ) -> tuple[LayerKernels | None, LayerKernels | None]:
-        """Return what kernels for a BatchNorm in training need."""
+    def make_kernels(self, use: Any, saves: bool) -> KernelPair:
+        """Return kernels for a BatchNorm in training."""
+        from gradherd.rows.triton_layers import BatchNormKernels
+
         if self.groups or saves or not all(use[1]) or self.parts != ("weight", "bias"):
             return None, None
         return None, BatchNormKernels(self.vector, self.eps)

@@ -1,6 +1,7 @@
 """Every private name of torch that rows use, with the reason, and what they do without it."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,13 +91,14 @@ def packs_saved_tensors() -> bool:
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-def current_stream(device: torch.device) -> int:
-    """Return the stream that kernels are launched on now, as a number; 0 on a CPU."""
+def stream_getter(device: torch.device) -> Callable[[], int]:
+    """Return what tells the stream that kernels of a device are launched on, as a number."""
     if device.type != "cuda":
-        return 0
-    if _raw_stream is None or device.index is None:
-        return torch.cuda.current_stream(device).cuda_stream
-    return _raw_stream(device.index)
+        return int
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if _raw_stream is not None:
+        return partial(_raw_stream, index)
+    return lambda: torch.cuda.current_stream(index).cuda_stream
 
 
 def call_after_backward(function: Callable[[], None]) -> None:

@@ -1,17 +1,21 @@
 """Rows of single layers on a GPU, where a model runs as it is.
 
+Such layers take longer to launch than to compute. So what a launch needs is found once, when sizes
+and strides come for the first time (`KernelPlan`); memory is passed as addresses, which costs the
+host less than tensors do; and kernels add to the rows of the layers before themselves. Kernels of a
+stream run one after the other, and every element has one program that adds to it, so sums do not
+depend on chance.
+
 A weight takes two kernels: one factor is projected to a few columns, then multiplied with the other
 factor; a convolution adds up its window on the way. A bias takes one kernel, norms take two. Each
-factor is read once, and results are added to the rows of the layers before: kernels of a stream run
-one after the other, and every element has one program that adds to it, so sums do not depend on
-chance.
-
-Memory is passed as addresses, which costs the host less than tensors do.
+factor is read once.
 
 Letters: N examples, T positions, C channels, Q columns.
 """
 
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,8 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradherd.gpu import Launch
-from gradherd.rows.layer_kernels import KernelPlan
-from gradherd.rows.sink_maps import MatrixMap, VectorMap
+from gradherd.rows.sink_maps import FilterMap, MatrixMap, VectorMap
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 """Triton's names of the dtypes that kernels read."""
@@ -70,6 +73,31 @@ def _project_kernel(
     tl.store(_pointer(thin, KIND, True) + at, total.to(KIND), mask=inside[:, None])
 
 
+@triton.jit(do_not_specialize=["first", "side", "thin"])
+def _filter_kernel(
+    first, side, thin, positions, channels, columns, stride_n, stride_t, stride_c,
+    height, width, across, count, window, stride_y, stride_x, pad_y, pad_x, step_y, step_x,
+    KIND: tl.constexpr, Q: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Slide Q filters over one example of few channels."""
+    n = tl.program_id(1).to(tl.int64)
+    image, filters = _pointer(first, KIND, False) + n * stride_n, _pointer(side, KIND, True)
+    t, q = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, Q)
+    inside = t < positions
+    top, left = (t // across) * stride_y - pad_y, (t % across) * stride_x - pad_x
+    total = tl.zeros((BT, Q), tl.float32)
+    for at in range(0, channels * count):
+        place = at % count
+        y, x = top + (place // window) * step_y, left + (place % window) * step_x
+        valid = inside & (y >= 0) & (y < height) & (x >= 0) & (x < width)
+        from_ = image + (at // count) * stride_c + (y * width + x) * stride_t
+        value = tl.load(from_, mask=valid, other=0.0).to(tl.float32)
+        weight = tl.load(filters + q * (channels * count) + at, mask=q < columns, other=0.0)
+        total += value[:, None] * weight.to(tl.float32)[None, :]
+    at = (n * positions + t)[:, None] * Q + q[None, :]
+    tl.store(_pointer(thin, KIND, True) + at, total.to(KIND), mask=inside[:, None])
+
+
 @triton.jit(do_not_specialize=["second", "thin", "places", "signs", "out"])
 def _combine_kernel(
     second, thin, places, signs, out, positions, channels, columns, folds, kept, row,
@@ -113,7 +141,7 @@ def _combine_kernel(
             part = tl.dot(tl.trans(left), right, part, input_precision=PRECISION)
         sign = tl.load(_pointer(signs, tl.float32, False) + c, mask=known, other=0.0)
         total += part * sign[None, :]
-    at = _pointer(out, tl.float32, True) + n * row + q[:, None] * kept + own[None, :]
+    at = _pointer(out, tl.float32, False) + n * row + q[:, None] * kept + own[None, :]
     mask = (q < columns)[:, None] & (own < kept)[None, :]
     tl.store(at, tl.load(at, mask=mask, other=0.0) + total, mask=mask)
 
@@ -157,7 +185,7 @@ def _channel_sums_kernel(
 
 @triton.jit(do_not_specialize=["sums", "signs", "out"])
 def _channel_rows_kernel(
-    sums, signs, out, examples, channels, count, eps, BN: tl.constexpr, BC: tl.constexpr
+    sums, signs, out, row, examples, channels, count, eps, BN: tl.constexpr, BC: tl.constexpr
 ):  # fmt: skip
     """Add the gradients of scale and shift, from the sums, for some channels of all examples."""
     found, rows = _pointer(sums, tl.float32, True), examples * channels
@@ -183,7 +211,7 @@ def _channel_rows_kernel(
         shift = tl.load(found + at, mask=mask, other=0.0)
         product = tl.load(found + rows + at, mask=mask, other=0.0)
         scale = (product - mean[None, :] * shift) * deviation[None, :]
-        to = _pointer(out, tl.float32, True) + n.to(tl.int64)[:, None] * (2 * channels) + c[None, :]
+        to = _pointer(out, tl.float32, False) + n.to(tl.int64)[:, None] * row + c[None, :]
         tl.store(to, tl.load(to, mask=mask, other=0.0) + scale, mask=mask)
         to += channels
         shift = tl.load(to, mask=mask, other=0.0) + shift * sign[None, :]
@@ -224,7 +252,7 @@ def _norm_kernel(
 
 @triton.jit(do_not_specialize=["grads", "signs", "out"])
 def _sum_kernel(
-    grads, signs, out, positions, channels, g_n, g_t,
+    grads, signs, out, row, positions, channels, g_n, g_t,
     G: tl.constexpr, IS_ALIGNED: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Sum some channels over the positions of an example, and add the result with signs."""
@@ -238,7 +266,7 @@ def _sum_kernel(
         at = t.to(tl.int64)[:, None] * g_t + c[None, :]
         total += tl.load(g + at, mask=mask, other=0.0).to(tl.float32)
     sign = tl.load(_pointer(signs, tl.float32, False) + c, mask=inside, other=0.0)
-    to = _pointer(out, tl.float32, True) + n * channels + c
+    to = _pointer(out, tl.float32, False) + n * row + c
     before = tl.load(to, mask=inside, other=0.0)
     tl.store(to, before + tl.sum(total, 0) * sign, mask=inside)
 
@@ -260,8 +288,11 @@ class Factor(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> "Factor | None":
-        """Describe a tensor (N, T, C), or (N, C, height, width); None if no kernel can read it."""
-        if tensor.dim() == 3:
+        """Describe (N, C), (N, T, C) or (N, C, height, width); None if no kernel can read it."""
+        if tensor.dim() == 2:
+            (n, c), (stride_n, stride_c), t = tensor.shape, tensor.stride(), 1
+            stride_t = stride_n
+        elif tensor.dim() == 3:
             (n, t, c), (stride_n, stride_t, stride_c) = tensor.shape, tensor.stride()
         elif tensor.dim() == 4:
             n, c, height, width = tensor.shape
@@ -281,161 +312,220 @@ Window = tuple[Pair, Pair, Pair, Pair]
 """Size, stride, padding and dilation of a convolution."""
 
 
-def product_plan(
-    inputs: Tensor, grads: Tensor, one: MatrixMap, matrix: Tensor, places: Tensor, *,
-    projects_grads: bool, window: Window | None, is_aligned: bool, allow_tf32: bool,
-    matrix_strides: tuple[int, int],
-) -> KernelPlan | None:  # fmt: skip
-    """Prepare the columns of a weight.
+class KernelPlan(NamedTuple):
+    """How the rows of one layer are launched."""
 
-    Args:
-        inputs: Of the layer.
-        grads: Of its output.
-        one: The map of the weight.
-        matrix: What projects.
-        places: Signs of the places in a window.
-        projects_grads: Whether gradients are projected and inputs kept, or the other way round.
-        window: Of a convolution, if positions of the two differ.
-        is_aligned: Whether both begin at multiples of 16 bytes.
-        allow_tf32: Whether factors in float32 may be rounded.
-        matrix_strides: Of the matrix that projects, over channels and columns.
-    """
-    first, second = (grads, inputs) if projects_grads else (inputs, grads)
-    thin, wide = Factor.of(first), Factor.of(second)
-    if thin is None or wide is None:
-        return None
-    dtype, columns = first.dtype, one.columns
-    kind, width = TYPES[dtype], max(16, triton.next_power_of_2(columns))
-    precision, half = "tf32" if allow_tf32 else "ieee", dtype.itemsize == 2
-    examples, positions, last = thin.examples, thin.positions, thin.stride_c == 1
-    scratch = examples * positions * width * dtype.itemsize
-    if last and thin.stride_n == positions * thin.stride_t:  # one long example: no tiles in part
-        examples, positions = 1, examples * positions
-    block, channels = 64 if half else 32, 128 if last and width == 16 else 64
-    while block > 16 and examples * triton.cdiv(positions, block) < _PROGRAMS:
-        block //= 2
-    project = Launch(
-        _project_kernel, (triton.cdiv(positions, block), examples, 1),
-        positions, thin.channels, columns, *thin.strides, *matrix_strides,
-        kind, is_aligned, last, precision, width, block, channels,
-    )  # fmt: skip
-    moves = (0,) * 11
-    if window is not None:
-        size, stride, padding, dilation = window
-        moves = (
-            *first.shape[2:], second.shape[3], size[0] * size[1], size[1],
-            *stride, *padding, *dilation,
-        )  # fmt: skip
-    last = wide.stride_c == 1
-    block, most = (64, 128) if last else (32, 64)
-    if window is not None:  # which every program adds up again
-        block = 128
-    while block > 32 and wide.examples * triton.cdiv(one.width, block) < _PROGRAMS // 2:
-        block //= 2
-    most = 32 if wide.positions <= 32 else most if half else most // 2
-    combine = Launch(
-        _combine_kernel, (triton.cdiv(one.width, block), wide.examples, 1),
-        wide.positions, wide.channels, columns, one.folds, one.width, one.size, *wide.strides,
-        *moves, kind, is_aligned, last, window is not None, precision, width, most, block,
-    )  # fmt: skip
-    side, by_place, signs = matrix.data_ptr(), places.data_ptr(), one.signs.data_ptr()
+    run: Callable[[int, int, int, int, int], None]
+    """Takes a stream and the addresses of input, gradient, rows to add to, and scratch memory."""
+    scratch: int
+    """Bytes of scratch memory."""
 
-    def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
+
+class LayerKernels(ABC):
+    """The kernels of a layer's weight, or of its bias and scales."""
+
+    one: Any
+    """The map of the parameter."""
+
+    @abstractmethod
+    def plan(self, inputs: Tensor, grads: Tensor, row: int, is_aligned: bool) -> KernelPlan | None:
+        """Prepare to launch on tensors of these sizes and strides; None if no kernel reads them.
+
+        Args:
+            inputs: Of the layer.
+            grads: Of its output.
+            row: Elements from one row to the next.
+            is_aligned: Whether inputs and gradients begin at multiples of 16 bytes.
+        """
+
+
+class ProductKernels(LayerKernels):
+    """A weight: one factor is projected and multiplied with the other."""
+
+    def __init__(
+        self, one: MatrixMap, *, projects_grads: bool, window: Window | None = None
+    ) -> None:
+        """Keep what kernels need.
+
+        Args:
+            one: The map of the weight.
+            projects_grads: Whether gradients are projected and inputs kept, or the other way round.
+            window: How the window of a convolution moves, if it has one.
+        """
+        self.one, self._projects_grads, self._window = one, projects_grads, window
+        # Few channels: filters are not products of signs for channels and places.
+        self._slides = isinstance(one, FilterMap) and one.filters[0, 0].numel() > 1
+        self._tensors: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+
+    def _tensors_for(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return what projects and the signs of a window, and keep them: addresses are used."""
+        if dtype not in self._tensors:
+            one = self.one
+            like = torch.empty(0, dtype=dtype, device=one.side.device)
+            if not isinstance(one, FilterMap):
+                self._tensors[dtype] = (one.side_for(like), like)
+            else:
+                signs = one.filters.new_ones(one.columns, 1) if one.places is None else one.places
+                self._tensors[dtype] = (one.filters.to(dtype), signs.to(dtype))
+        return self._tensors[dtype]
+
+    def plan(self, inputs: Tensor, grads: Tensor, row: int, is_aligned: bool) -> KernelPlan | None:
+        """Prepare the columns of the weight."""
+        one, projects_grads = self.one, self._projects_grads
         first, second = (grads, inputs) if projects_grads else (inputs, grads)
-        project(first, side, scratch, stream=stream)
-        combine(second, scratch, by_place, signs, out, stream=stream)
+        thin, wide = Factor.of(first), Factor.of(second)
+        if thin is None or wide is None or first.dtype != second.dtype:
+            return None
+        dtype, is_filter = first.dtype, isinstance(one, FilterMap)
+        # As the layers themselves are told.
+        rounds = torch.get_float32_matmul_precision() != "highest"
+        precision = "tf32" if (torch.backends.cudnn.allow_tf32 if is_filter else rounds) else "ieee"
+        kind, columns, half = TYPES[dtype], one.columns, dtype.itemsize == 2
+        width = max(16, triton.next_power_of_2(columns))
+        moves = (0,) * 11
+        if self._window is not None:
+            size, stride, padding, dilation = self._window
+            moves = (
+                *first.shape[2:], second.shape[3], size[0] * size[1], size[1],
+                *stride, *padding, *dilation,
+            )  # fmt: skip
+        is_window = self._window is not None and not self._slides
+        if self._slides:
+            project = Launch(
+                _filter_kernel, (triton.cdiv(wide.positions, 128), wide.examples, 1),
+                wide.positions, thin.channels, columns, *thin.strides, *moves, kind, width, 128,
+            )  # fmt: skip
+            scratch = wide.examples * wide.positions * width * dtype.itemsize
+        else:
+            examples, positions, last = thin.examples, thin.positions, thin.stride_c == 1
+            scratch = examples * positions * width * dtype.itemsize
+            if last and thin.stride_n == positions * thin.stride_t:  # one long example
+                examples, positions = 1, examples * positions
+            block, channels = 64 if half else 32, 128 if last and width == 16 else 64
+            while block > 16 and examples * triton.cdiv(positions, block) < _PROGRAMS:
+                block //= 2
+            sides = (1, thin.channels) if is_filter else (columns, 1)
+            project = Launch(
+                _project_kernel, (triton.cdiv(positions, block), examples, 1),
+                positions, thin.channels, columns, *thin.strides, *sides,
+                kind, is_aligned, last, precision, width, block, channels,
+            )  # fmt: skip
+        last = wide.stride_c == 1
+        block, most = (64, 128) if last else (32, 64)
+        if is_window:  # which every program adds up again
+            block = 128
+        while block > 32 and wide.examples * triton.cdiv(one.width, block) < _PROGRAMS // 2:
+            block //= 2
+        most = 32 if wide.positions <= 32 else most if half else most // 2
+        combine = Launch(
+            _combine_kernel, (triton.cdiv(one.width, block), wide.examples, 1),
+            wide.positions, wide.channels, columns, one.folds, one.width, row, *wide.strides,
+            *moves, kind, is_aligned, last, is_window, precision, width, most, block,
+        )  # fmt: skip
+        matrix, places = (tensor.data_ptr() for tensor in self._tensors_for(dtype))
+        signs = one.signs.data_ptr()
 
-    return KernelPlan(run, scratch)
+        def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
+            first, second = (grads, inputs) if projects_grads else (inputs, grads)
+            project(stream, first, matrix, scratch)
+            combine(stream, second, scratch, places, signs, out)
 
-
-def batch_norm_plan(
-    inputs: Tensor, grads: Tensor, one: VectorMap, eps: float, *, is_aligned: bool
-) -> KernelPlan | None:
-    """Prepare the rows of a BatchNorm in training: tensors (N, C, ...)."""
-    if Factor.of(inputs) is None or Factor.of(grads) is None:
-        return None
-    examples, channels = inputs.shape[:2]
-    flat, wide = inputs.flatten(2), grads.flatten(2)
-    positions, rows = flat.shape[2], examples * channels
-    block = min(1024, max(16, triton.next_power_of_2(positions)))
-    per, strided = max(1, 2048 // block), flat.stride(2) != 1 or wide.stride(2) != 1
-    add = Launch(
-        _channel_sums_kernel, (triton.cdiv(rows, per), 1, 1),
-        rows, channels, positions, *flat.stride(), *wide.stride(),
-        TYPES[inputs.dtype], TYPES[grads.dtype], is_aligned, strided, per, block,
-    )  # fmt: skip
-    finish = Launch(
-        _channel_rows_kernel, (triton.cdiv(channels, 16), 1, 1),
-        examples, channels, examples * positions, eps, 64, 16,
-    )  # fmt: skip
-    signs = one.signs.data_ptr()
-
-    def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
-        add(inputs, grads, scratch, stream=stream)
-        finish(scratch, signs, out, stream=stream)
-
-    return KernelPlan(run, 4 * rows * _FLOAT)
-
-
-def norm_plan(
-    inputs: Tensor, grads: Tensor, one: VectorMap, eps: float, *,
-    rms: bool, shift: bool, is_aligned: bool,
-) -> KernelPlan | None:  # fmt: skip
-    """Prepare the rows of a LayerNorm or RMSNorm over C channels: tensors (N, T, C)."""
-    if not (_has_channels_last(inputs) and _has_channels_last(grads)):
-        return None
-    examples, positions, channels = grads.shape
-    width = triton.next_power_of_2(channels)
-    per = max(1, 4096 // width)
-    shares = max(1, min(triton.cdiv(positions, per), _PROGRAMS // examples))
-    add = Launch(
-        _norm_kernel, (shares, examples, 1),
-        positions, channels, shares, eps, one.size,
-        inputs.stride(0), inputs.stride(1), grads.stride(0), grads.stride(1),
-        TYPES[inputs.dtype], TYPES[grads.dtype], is_aligned, rms, shift, per, width,
-    )  # fmt: skip
-    finish = _sums((examples, shares, one.size), (shares * one.size, one.size), tl.float32, True)
-    signs = one.signs.data_ptr()
-
-    def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
-        add(inputs, grads, scratch, stream=stream)
-        finish(scratch, signs, out, stream=stream)
-
-    return KernelPlan(run, examples * shares * one.size * _FLOAT)
+        return KernelPlan(run, scratch)
 
 
-def bias_plan(grads: Tensor, one: VectorMap, *, is_aligned: bool) -> KernelPlan | None:
-    """Prepare the rows of a bias: gradients (N, T, C)."""
-    if not _has_channels_last(grads):
-        return None
-    add = _sums(tuple(grads.shape), grads.stride()[:2], TYPES[grads.dtype], is_aligned)
-    signs = one.signs.data_ptr()
+class BatchNormKernels(LayerKernels):
+    """A BatchNorm in training: tensors (N, C, ...)."""
 
-    def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
-        add(grads, signs, out, stream=stream)
+    def __init__(self, one: VectorMap, eps: float) -> None:
+        self.one, self._eps = one, eps
 
-    return KernelPlan(run, 0)
+    def plan(self, inputs: Tensor, grads: Tensor, row: int, is_aligned: bool) -> KernelPlan | None:
+        """Prepare the rows of the norm."""
+        if Factor.of(inputs) is None or Factor.of(grads) is None or inputs.dim() == 2:
+            return None
+        examples, channels = inputs.shape[:2]
+        flat, wide = inputs.flatten(2), grads.flatten(2)
+        positions, pairs = flat.shape[2], examples * channels
+        block = min(1024, max(16, triton.next_power_of_2(positions)))
+        per, strided = max(1, 2048 // block), flat.stride(2) != 1 or wide.stride(2) != 1
+        add = Launch(
+            _channel_sums_kernel, (triton.cdiv(pairs, per), 1, 1),
+            pairs, channels, positions, *flat.stride(), *wide.stride(),
+            TYPES[inputs.dtype], TYPES[grads.dtype], is_aligned, strided, per, block,
+        )  # fmt: skip
+        finish = Launch(
+            _channel_rows_kernel, (triton.cdiv(channels, 16), 1, 1),
+            row, examples, channels, examples * positions, self._eps, 64, 16,
+        )  # fmt: skip
+        signs = self.one.signs.data_ptr()
+
+        def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
+            add(stream, inputs, grads, scratch)
+            finish(stream, scratch, signs, out)
+
+        return KernelPlan(run, 4 * pairs * _FLOAT)
 
 
-def _sums(
-    shape: tuple[int, ...], strides: tuple[int, ...], kind: tl.dtype, is_aligned: bool
-) -> Launch:
-    """Return the launch that sums (N, T, C) elements over T."""
-    examples, positions, channels = shape
+class NormKernels(LayerKernels):
+    """A LayerNorm or RMSNorm over the channels of (N, T, C)."""
+
+    def __init__(self, one: VectorMap, eps: float, *, rms: bool, has_shift: bool) -> None:
+        self.one, self._eps, self._rms, self._has_shift = one, eps, rms, has_shift
+
+    def plan(self, inputs: Tensor, grads: Tensor, row: int, is_aligned: bool) -> KernelPlan | None:
+        """Prepare the rows of the norm."""
+        one, two = Factor.of(inputs), Factor.of(grads)
+        if one is None or two is None or inputs.dim() == 4 or two.channels > _MOST_CHANNELS:
+            return None
+        if one.stride_c != 1 or two.stride_c != 1:
+            return None
+        width, size = triton.next_power_of_2(two.channels), self.one.size
+        per = max(1, 4096 // width)
+        shares = max(1, min(triton.cdiv(two.positions, per), _PROGRAMS // two.examples))
+        add = Launch(
+            _norm_kernel, (shares, two.examples, 1),
+            two.positions, two.channels, shares, self._eps, size,
+            one.stride_n, one.stride_t, two.stride_n, two.stride_t,
+            TYPES[inputs.dtype], TYPES[grads.dtype], is_aligned,
+            self._rms, self._has_shift, per, width,
+        )  # fmt: skip
+        parts = Factor(two.examples, shares, size, shares * size, size, 1)
+        finish, signs = _sums(parts, row, tl.float32, True), self.one.signs.data_ptr()
+
+        def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
+            add(stream, inputs, grads, scratch)
+            finish(stream, scratch, signs, out)
+
+        return KernelPlan(run, two.examples * shares * size * _FLOAT)
+
+
+class BiasKernels(LayerKernels):
+    """A bias: gradients (N, T, C) or (N, C)."""
+
+    def __init__(self, one: VectorMap) -> None:
+        self.one = one
+
+    def plan(self, inputs: Tensor, grads: Tensor, row: int, is_aligned: bool) -> KernelPlan | None:
+        """Prepare the rows of the bias."""
+        factor = Factor.of(grads)
+        if factor is None or grads.dim() == 4 or factor.stride_c != 1:
+            return None
+        add, signs = _sums(factor, row, TYPES[grads.dtype], is_aligned), self.one.signs.data_ptr()
+
+        def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
+            add(stream, grads, signs, out)
+
+        return KernelPlan(run, 0)
+
+
+def _sums(factor: Factor, row: int, kind: tl.dtype, is_aligned: bool) -> Launch:
+    """Return the launch that adds up the positions of each example."""
     block = 128
-    while block > 32 and examples * triton.cdiv(channels, block) < _PROGRAMS // 2:
+    while block > 32 and factor.examples * triton.cdiv(factor.channels, block) < _PROGRAMS // 2:
         block //= 2
-    most = min(triton.next_power_of_2(positions), 4096 // block)
-    grid = (triton.cdiv(channels, block), examples, 1)
-    return Launch(_sum_kernel, grid, positions, channels, *strides, kind, is_aligned, most, block)
-
-
-def _has_channels_last(tensor: Tensor) -> bool:
-    """Say whether channels of (N, T, C) lie side by side and are not too many."""
-    return (
-        tensor.dim() == 3
-        and tensor.stride(2) == 1
-        and tensor.dtype in TYPES
-        and 0 < tensor.numel()
-        and tensor.shape[2] <= _MOST_CHANNELS
-    )
+    most = min(triton.next_power_of_2(factor.positions), 4096 // block)
+    return Launch(
+        _sum_kernel, (triton.cdiv(factor.channels, block), factor.examples, 1),
+        row, factor.positions, factor.channels, factor.stride_n, factor.stride_t,
+        kind, is_aligned, most, block,
+    )  # fmt: skip
