@@ -14,7 +14,7 @@ from gradherd.lab.report.claims import (
 )
 from gradherd.lab.study.file import Claim
 from gradherd.lab.study.results import RunResult
-from gradherd.lab.text import counted, fixed, in_bytes, p_value, percent, significant
+from gradherd.lab.text import counted, fixed, in_bytes, p_value, significant
 
 _WORDS = {
     "bound": "herding bound after the last round",
@@ -36,6 +36,17 @@ _CASE_WORDS = {
     "peak_bytes": "peak memory of {}",
     "steps_per_second": "steps per second of {}",
 }
+
+
+def percent(share: float) -> str:
+    """Return a share in percent, with about two significant digits.
+
+    >>> percent(0.1234), percent(0.00123), percent(-0.5), percent(3.4)
+    ('12 %', '0.12 %', '\N{MINUS SIGN}50 %', '340 %')
+    """
+    # The bounds are where rounding would carry: 9.96 % is shown as 10 %, not as 10.0 %.
+    places = 0 if abs(share) >= 0.0995 else 1 if abs(share) >= 0.00995 else 2
+    return f"{fixed(100 * share, places)} %"
 
 
 def measure_words(name: str, metric: str = "metric", when: str = "") -> str:

@@ -10,7 +10,6 @@ import pytest
 from gradherd.cli import doctor
 from gradherd.cli.doctor import PACKAGES, Check, Package, check_package
 from gradherd.cli.main import main
-from gradherd.lab.tasks.datasets import DATASETS
 
 ROOT = Path(__file__).parents[2]
 WORKS = Check("two local workers", "ok", "stubbed", essential=True)
@@ -59,8 +58,6 @@ def test_all_is_well_where_the_tests_run(capsys, place):
     assert checks["two local workers"]["status"] == "ok"
     assert float(checks["two local workers"]["found"].split()[-2]) > 0  # seconds
     assert str(place) in checks["disk, current folder"]["found"]
-    assert all(checks[f"data {name}"]["status"] == "missing" for name in DATASETS)
-    assert "gradherd data get m4" in checks["data m4"]["hint"]
     assert not list(place.iterdir())
 
 
@@ -143,21 +140,6 @@ def test_variables_of_a_launcher_that_has_gone(capsys, monkeypatch, no_workers):
     assert "WORLD_SIZE=4" in result["found"] and "unset RANK WORLD_SIZE" in result["hint"]
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     assert examined(capsys)[1]["launcher variables"]["status"] == "ok"
-
-
-def test_data_is_found_where_the_variable_says(capsys, monkeypatch, place, no_workers):
-    folder = place / "sets" / "m4"
-    folder.mkdir(parents=True)
-    for name in ("Weekly-train.csv", "Weekly-test.csv"):
-        (folder / name).touch()
-    monkeypatch.setenv("GRADHERD_DATA", str(place / "sets"))
-    _, checks, _ = examined(capsys)
-    assert checks["data m4"]["found"] == f"{folder} (csv)"
-    assert str(place / "sets") in checks["data folders"]["found"]
-    monkeypatch.setenv("GRADHERD_DATA", str(place / "away"))
-    code, checks, _ = examined(capsys)
-    assert code == 0 and checks["data folders"]["status"] == "problem"
-    assert "away" in checks["data folders"]["hint"]
 
 
 def test_a_disk_without_room_is_code_1(capsys, monkeypatch, no_workers):

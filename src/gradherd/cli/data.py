@@ -54,10 +54,10 @@ class DataListCommand:
         say(f"Nothing but scikit-learn is needed for {', '.join(without_data)}.")
 
     def _entry(self, name: str) -> dict[str, Any]:
-        local = find_local(name, self.data_dir)
+        local = _find_local(name, self.data_dir)
         download = f"gradherd data get {name}, or " if DATASETS[name].downloads else ""
         advice = f"{download}{DATASETS[name].by_hand} into one of the folders"
-        about = {"name": name, "title": DATASETS[name].title, "tasks": tasks_of(name)}
+        about = {"name": name, "title": DATASETS[name].title, "tasks": _tasks_of(name)}
         return {**about, **_place(local), "advice": None if local else advice}
 
 
@@ -133,7 +133,7 @@ class DataCheckCommand:
         from gradherd.lab.tasks.data_files import DamagedData
         from gradherd.lab.tasks.download import verify_dataset
 
-        local, problem = find_local(name, self.data_dir), None
+        local, problem = _find_local(name, self.data_dir), None
         status = "missing" if local is None else "ok"
         try:
             if local is not None:
@@ -150,14 +150,14 @@ def _searched(data_dir: Path | None) -> str:
     return f"Data sets in {', '.join(map(str, data_dirs(data_dir)))}"
 
 
-def find_local(name: str, data_dir: Path | None) -> LocalDataSet | None:
+def _find_local(name: str, data_dir: Path | None) -> LocalDataSet | None:
     """Return a data set that is on this machine, or None if it is missing."""
     with usage_errors(["data_dir"]), contextlib.suppress(MissingData):
         return find_dataset(name, data_dir)
     return None
 
 
-def tasks_of(name: str) -> list[str]:
+def _tasks_of(name: str) -> list[str]:
     """Return the names of the tasks that need a data set."""
     return [task for task, data in TASK_DATA.items() if name in data]
 

@@ -18,11 +18,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from gradherd.cli.data import find_local, tasks_of
 from gradherd.cli.parser import CommandFailed
 from gradherd.cli.terminal import print_json, print_table, say, under_torchrun
-from gradherd.lab.tasks.data_files import cache_dir, data_dirs
-from gradherd.lab.tasks.datasets import DATASETS
 
 # Far more than the seconds that a start takes: a slow machine is not a broken one.
 _DEADLINE = 60.0
@@ -75,10 +72,10 @@ PACKAGES = (
 class DoctorCommand:
     """Check what gradherd needs on this machine, and say how to fix what is wrong.
 
-    Looks at versions, the build of torch, GPUs, cores, memory, disks and data sets, and starts two
-    local workers to see whether they can talk to each other. Takes a few seconds. Every check is
-    ok, missing (an optional part is not installed) or a problem (it does not work). Exit code 1 if
-    something does not work that every training needs.
+    Looks at versions, the build of torch, GPUs, cores, memory and disks, and starts two local
+    workers to see whether they can talk to each other. Takes a few seconds. Every check is ok,
+    missing (an optional part is not installed) or a problem (it does not work). Exit code 1 if
+    something does not work that every training needs. `gradherd data list` looks for data sets.
 
     Example: gradherd doctor
     """
@@ -92,7 +89,6 @@ class DoctorCommand:
         checks = [Check("python", "ok", platform.python_version())]
         checks += [Check("gradherd", "ok", version("gradherd")), *map(check_package, PACKAGES)]
         checks += [*distributed(), launcher_variables(), gpu(), *machine(), local_workers()]
-        checks += [data_folders(), *map(_data_set, DATASETS)]
         problems = [check for check in checks if check.status == "problem"]
         broken = [check.name for check in problems if check.essential]
         if self.json:
@@ -271,26 +267,6 @@ def sum_of_ranks() -> float:
 
     world = World.detect()
     return float(all_reduce(torch.tensor([world.rank + 1.0]), world).value.item())
-
-
-def data_folders() -> Check:
-    """Check the folders in which data sets are searched."""
-    found = ", ".join(str(folder) for folder in data_dirs())
-    named = os.environ.get("GRADHERD_DATA", "")
-    if named and not Path(named).expanduser().is_dir():
-        hint = f"GRADHERD_DATA is {named!r}, which is not a folder: correct or unset it"
-        return Check("data folders", "problem", found, hint)
-    hint = "searched in this order; GRADHERD_DATA adds one"
-    if not named and not cache_dir().is_dir():
-        hint = "not there yet: gradherd data get creates it; GRADHERD_DATA adds another"
-    return Check("data folders", "ok", found, hint)
-
-
-def _data_set(name: str) -> Check:
-    local, downloads = find_local(name, None), DATASETS[name].downloads
-    found = None if local is None else f"{local.folder} ({local.form.name})"
-    get = f"gradherd data get {name}" if downloads else "gradherd data list says how"
-    return _part(f"data {name}", found, "not found", ", ".join(tasks_of(name)), get)
 
 
 def _gib(size: int) -> str:

@@ -85,17 +85,6 @@ def fixed(value: float, places: int, *, sign: bool = False) -> str:
     return text.replace("-", MINUS) if value < 0 or not sign else f"+{text}"
 
 
-def percent(share: float) -> str:
-    """Return a share in percent, with about two significant digits.
-
-    >>> percent(0.1234), percent(0.00123), percent(-0.5), percent(3.4)
-    ('12 %', '0.12 %', '\N{MINUS SIGN}50 %', '340 %')
-    """
-    # The bounds are where rounding would carry: 9.96 % is shown as 10 %, not as 10.0 %.
-    places = 0 if abs(share) >= 0.0995 else 1 if abs(share) >= 0.00995 else 2
-    return f"{fixed(100 * share, places)} %"
-
-
 def mean_and_std(mean: float | None, std: float | None, count: int) -> str:
     """Return "mean ± std", or the mean alone of a single run or of equal ones.
 

@@ -105,9 +105,6 @@ def run_planned(
             # Stored batch by batch: an interruption loses only what was under way.
             yield store_results(study, out, run_batch(study, batch, context))
         return
-    # Runs beside each other slow each other down, which is what such a study measures.
-    if kind.alone:
-        raise ValueError(f"a study of kind {study.kind} measures time: its runs go one by one")
     context.progress.begin_parallel(len(runs), jobs)
     for results in run_parallel(partial(run_batch, study), batches, context, jobs):
         context.progress.step(len(results))
@@ -152,8 +149,6 @@ def run_parallel(
     If a process is killed, or the caller is interrupted, all processes end; batches that were
     under way have no results and must be run again.
     """
-    if jobs < 1:
-        raise ValueError(f"jobs must be at least 1, got {jobs}")
     parts = split_batches(batches, jobs)
     if not parts:
         return
