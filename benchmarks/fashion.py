@@ -24,7 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import gradherd as gh
 from gradherd.lab.ranks import run_ranks
-from gradherd.sparsify.registry import make_sparsifier
+from gradherd.sparsify.settings import make_settings
 
 
 def fashion(folder: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -79,7 +79,7 @@ def train(method: str, density: float, args: argparse.Namespace, seed: int) -> d
     ddp = DDP(model)
     herd = None
     if method != "dense":
-        herd = gh.attach(ddp, sparsify=make_sparsifier(method, density))
+        herd = gh.attach(ddp, sparsify=make_settings(method, density))
     sampler = DistributedSampler(data, seed=seed)
     loader = DataLoader(data, batch_size=args.batch, sampler=sampler, drop_last=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)

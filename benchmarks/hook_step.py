@@ -29,7 +29,7 @@ from gradherd.lab.bench.timing import (
     medians_in_turns,
     peak_memory,
 )
-from gradherd.sparsify.registry import make_sparsifier
+from gradherd.sparsify.settings import make_settings
 
 _LAYERS = 7
 _BLOCK = 10  # steps timed together: one alone is shorter than the host's own jitter
@@ -103,7 +103,7 @@ def training_step(
         layers += [nn.Linear(width, width, device=device), nn.ReLU()]
     model = DDP(nn.Sequential(*layers))
     if name != "dense":
-        attach(model, sparsify=make_sparsifier(name, density))
+        attach(model, sparsify=make_settings(name, density))
     # Stepping all parameters in one launch: the optimizer is not what is measured.
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
     # A few inputs in rotation: the same gradient every time would pile up in the residuals.

@@ -18,9 +18,8 @@ from gradherd.sparsify.packing import (
     unpack_indices,
 )
 from gradherd.sparsify.partitions import even_cuts
-from gradherd.sparsify.registry import make_sparsifier
 from gradherd.sparsify.selector import StepContext
-from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.settings import make_settings
 from gradherd.sparsify.value_sums import sum_values
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 from tests.sparsify.rank_work import normal, same
@@ -115,7 +114,7 @@ def first_bytes(method, dim, size, k, bits):
 @pytest.mark.parametrize("method", ["exdyna", "topk"])
 def test_all_workers_choose_what_is_smallest_and_lose_nothing(method, density, bits):
     dim, size, k = 40_000, 4, int(density * 40_000)
-    how = Sparsify(method=make_sparsifier(method, density), values="int2", dense_below=0)
+    how = make_settings(method, density, values="int2", dense_below=0)
     workers = VirtualWorkers(how, dim, size)
     sent, computed = torch.zeros(dim).double(), torch.zeros(dim).double()
     for step in range(4):
@@ -237,7 +236,7 @@ def test_about_fourteen_bits_for_a_coordinate(method):
     """Two workers, one in a hundred: indices of 12 bits and a count per chunk, and two bits."""
     sent = {}
     for values in ("fp32", "int2"):
-        how = Sparsify(method=make_sparsifier(method, 0.01), values=values)
+        how = make_settings(method, 0.01, values=values)
         workers = VirtualWorkers(how, 400_000, 2)
         workers.step(normal(0, 2, 400_000))
         sent[values] = 8 * workers.metrics["bytes"] / workers.metrics["selected"]
@@ -249,7 +248,7 @@ def test_about_fourteen_bits_for_a_coordinate(method):
 def test_error_feedback_brings_all_of_a_gradient_in_the_end(values, method):
     """The same gradient at every step: what arrives on average comes close to it."""
     density = 1.0 if method == "dense" else 0.1
-    how = Sparsify(method=make_sparsifier(method, density), values=values)
+    how = make_settings(method, density, values=values)
     workers = VirtualWorkers(how, 2000, 3)
     grads = normal(0, 3, 2000)
     steps = 60

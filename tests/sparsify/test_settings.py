@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 
 from gradherd.sparsify.partitioned import ExDyna, Micro
-from gradherd.sparsify.registry import SPARSIFIERS, make_sparsifier
+from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.selector import target_count
-from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.settings import Sparsify, make_settings
 from studies.methods.demo import DeMo
 
 
@@ -26,7 +26,7 @@ def refuses(make, **setting):
 def test_the_density_of_every_method(name, density):
     refuses(SPARSIFIERS[name], density=density)
     with pytest.raises(ValueError, match="density"):
-        make_sparsifier(name, density)
+        make_settings(name, density)
 
 
 def senseless(default):
@@ -108,7 +108,7 @@ def test_values_that_make_no_difference_warn():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    for make in (make_sparsifier, lambda name: Sparsify(method=name)):
+    for make in (make_settings, lambda name: Sparsify(method=name)):
         with pytest.raises(ValueError) as caught:
             make("exdina")
         assert "'exdina'" in str(caught.value)
@@ -130,12 +130,12 @@ def test_an_unknown_name_lists_the_known_ones():
 )
 def test_settings_of_a_method_are_named_if_it_has_none_such(name, settings, says):
     with pytest.raises(ValueError, match=says):
-        make_sparsifier(name, 0.01, **settings)
+        make_settings(name, 0.01, **settings)
 
 
 def test_a_name_is_the_method_with_its_defaults():
     for name, make in SPARSIFIERS.items():
-        assert Sparsify(method=name).method == make() == make_sparsifier(name)
+        assert Sparsify(method=name).method == make() == make_settings(name).method
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,7 @@ from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.checkpoint import CheckpointStore, NoUsableCheckpoint
 from gradherd.lab.train.record import write_record
 from gradherd.replay.recorded import load_vectors, open_array, replay_sparsify
-from gradherd.sparsify.registry import make_sparsifier
-from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.settings import make_settings
 from tests.lab.report.sample_records import record
 from tests.lab.tasks import fake_data
 from tests.stress import mutations
@@ -153,7 +152,7 @@ def _vectors(root: Path, path: Path) -> None:
 
 def _replay(root: Path, path: Path) -> None:
     gradients = open_array(path, ("steps", "workers", "dim"))
-    replay_sparsify(gradients[:2], Sparsify(method=make_sparsifier("topk", 0.5)))
+    replay_sparsify(gradients[:2], make_settings("topk", 0.5))
 
 
 # Records.

@@ -25,7 +25,6 @@ from gradherd.ordering.registry import POLICIES, SIGN_RULES, make_policy
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY, ValueFormat
 from gradherd.sparsify.registry import (
     SPARSIFIERS,
-    make_sparsifier,
     setting_names,
     takes_density,
 )
@@ -176,13 +175,11 @@ class ReplaySparsifyCommand:
                 f"--threshold {self.threshold} has no effect with --method {self.method}: use it "
                 f"with {' or '.join(methods)}"
             )
-        from gradherd.sparsify.settings import Sparsify
+        from gradherd.sparsify.settings import make_settings
 
         density = self.density if takes_density(self.method) else None
         settings = {} if self.threshold is None else {"threshold": self.threshold}
-        return Sparsify(
-            method=make_sparsifier(self.method, density, **settings), values=self.values
-        )
+        return make_settings(self.method, density, values=self.values, **settings)
 
     def _print(self, steps: list[dict[str, Any]], shape: tuple[int, ...], density: float) -> None:
         count, workers, dim = shape

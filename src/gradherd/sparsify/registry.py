@@ -47,30 +47,3 @@ def setting_names(name: str) -> tuple[str, ...]:
     """
     method: Any = SPARSIFIERS.find(name)
     return tuple(field.name for field in fields(method) if field.name != "density")
-
-
-def make_sparsifier(name: str, density: float | None = None, /, **settings: Any) -> "Selector":
-    """Build a sparsifier by name.
-
-    Args:
-        name: A key of `SPARSIFIERS`.
-        density: Share of the coordinates to send; None is the method's default.
-        **settings: The method's own settings, see `setting_names`.
-
-    Raises:
-        ValueError: The name or a setting is unknown, or a value is out of range.
-
-    >>> make_sparsifier("exdyna", 0.01, blocks=64)
-    ExDyna(density=0.01, threshold='consensus', capacity=1.05, balance='recut', blocks=64, \
-memory=0.9, rotate=True)
-    """
-    method, known = SPARSIFIERS.find(name), setting_names(name)
-    for setting in settings:
-        if setting not in known:
-            more = f"known are {', '.join(known)}" if known else "it has none but its density"
-            raise ValueError(f"unknown setting {setting!r} of {name}; {more}")
-    given = settings if density is None else {"density": density, **settings}
-    try:
-        return method(**given)
-    except TypeError as error:  # Checks compare values, which fails for a str and a number, say.
-        raise ValueError(f"{name} cannot have {given}: {error}") from None

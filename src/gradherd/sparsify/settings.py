@@ -6,7 +6,7 @@ from typing import Any
 
 from gradherd.comm.checks import check_choice, check_in, check_whole
 from gradherd.sparsify.message_sizes import VALUE_FORMATS, ValueFormat
-from gradherd.sparsify.registry import make_sparsifier, setting_names
+from gradherd.sparsify.registry import SPARSIFIERS, setting_names
 from gradherd.sparsify.selector import Selector
 
 
@@ -42,7 +42,7 @@ class Sparsify:
     def __post_init__(self) -> None:
         # Through `object`, because the dataclass is frozen.
         if isinstance(self.method, str):
-            object.__setattr__(self, "method", make_sparsifier(self.method))
+            object.__setattr__(self, "method", SPARSIFIERS.find(self.method)())
         if isinstance(self.method, type) or not hasattr(self.method, "agree"):
             raise ValueError(
                 f"method must be a sparsifier such as ExDyna(density=1e-3) or its name, "
@@ -84,23 +84,30 @@ class Sparsify:
 def make_settings(name: str, density: float | None = None, /, **settings: Any) -> Sparsify:
     """Build `Sparsify` from a method's name and settings, of the method and of the exchange.
 
-    Arguments and errors as for `make_sparsifier`; settings may be fields of `Sparsify`, too.
+    Args:
+        name: A key of `SPARSIFIERS`.
+        density: Share of the coordinates to send; None is the method's default.
+        **settings: The method's own settings, see `setting_names`, and fields of `Sparsify`.
+
+    Raises:
+        ValueError: The name or a setting is unknown, or a value is out of range.
 
     >>> settings = make_settings("exdyna", 0.01, blocks=64, momentum=0.9)
     >>> settings.method.blocks, settings.momentum
     (64, 0.9)
     """
+    method, own = SPARSIFIERS.find(name), setting_names(name)
     known = [field.name for field in fields(Sparsify) if field.name != "method"]
+    for setting in settings:
+        if setting not in own and setting not in known:
+            more = f"known are {', '.join(own)}" if own else "it has none but its density"
+            raise ValueError(
+                f"unknown setting {setting!r} of {name}; {more}; every method can be run with "
+                f"{', '.join(known)}"
+            )
     exchange = {key: settings.pop(key) for key in known if key in settings}
-    # Of an unknown setting, the error lists both kinds: those of the method and these.
-    unknown = set(settings).difference(setting_names(name))
+    given = settings if density is None else {"density": density, **settings}
     try:
-        method = make_sparsifier(name, density, **settings)
-    except ValueError as error:
-        if not unknown:
-            raise
-        raise ValueError(f"{error}; every method can be run with {', '.join(known)}") from None
-    try:
-        return Sparsify(method=method, **exchange)
+        return Sparsify(method=method(**given), **exchange)
     except TypeError as error:  # Checks compare values, which fails for a str and a number, say.
-        raise ValueError(f"{name} cannot be run with {exchange}: {error}") from None
+        raise ValueError(f"{name} cannot be run with {given | exchange}: {error}") from None
