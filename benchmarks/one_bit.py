@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gradherd.comm.script import AllGather, AllToAll
 from gradherd.hooks.local_steps import FlatWeights
-from gradherd.sparsify.local import LocalSteps, OuterOptimizer, exchange_script
+from gradherd.sparsify.local import LocalSteps, OuterOptimizer
 from gradherd.sparsify.worker import Worker
 
 RANKS = 8
@@ -48,7 +48,6 @@ class Rank:
             device=device,
         )
         self._outer = OuterOptimizer(settings, self._weights.read())
-        self._device = device
 
     @torch.no_grad()
     def exchange(self) -> None:
@@ -57,13 +56,13 @@ class Rank:
         self._worker.set_unit(1.0)
         shared = self._weights.rounded(self._outer.shared)
         self._worker.add(0, torch.sub(shared, weights, out=weights))
-        script = exchange_script(self._worker, torch.zeros(2, device=self._device), None)
+        script = self._worker.script()
         reply: Tensor | None = None
         while True:
             try:
                 reply = answer(script.send(reply))  # type: ignore[arg-type]
             except StopIteration as stop:
-                outcome = stop.value.outcome
+                outcome = stop.value
                 break
         self._worker.commit(outcome)
         self._outer.step(outcome.whole_mean(self._weights.layout.size))

@@ -17,7 +17,7 @@ from gradherd.comm.script import AllGather
 from gradherd.hooks import local_steps
 from gradherd.hooks.bucket_hook import hook_is_free
 from gradherd.hooks.state import pack, unpack
-from gradherd.sparsify.local import exchange_script
+from gradherd.sparsify.worker import Worker
 
 CASES = {
     "diloco": gh.LocalSteps(
@@ -414,14 +414,11 @@ def goes_on_alone(folder):
 def _fail_in_the_second_collective(how):
     """Let this rank's next exchange stop between its messages."""
 
-    def failing(worker, position, buffers):
-        inside = exchange_script(worker, position, buffers)
-        answer = yield next(inside)
-        request = inside.send(answer)
-        assert isinstance(request, AllGather)
+    def failing(worker):
+        assert isinstance(next(script(worker)), AllGather)  # after that of the positions
         if how == "die":
             os._exit(1)
         time.sleep(120)
-        yield request
+        yield
 
-    local_steps.exchange_script = failing
+    script, Worker.script = Worker.script, failing

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from gradherd.comm.checks import BrokenBatches
 from gradherd.comm.collectives import all_gather, all_reduce
-from gradherd.comm.script import AllGather, Script, run
+from gradherd.comm.script import run
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec, wide_dtype
 from gradherd.hooks.state import gather_states
-from gradherd.sparsify.exchange import Outcome
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.worker import Worker
 
@@ -221,7 +220,18 @@ class GradientExchange(ModelExchange):
             present: Names of the parameters that have a gradient on all ranks or on some.
             flags: (P,) which parameters this rank has used, as uint8, where ranks may differ.
         """
-        (outcome, used), sent = run(self._script(present, flags), self.peers)
+        used, compared = present, 0
+        if flags is not None:
+            # A parameter is left out on all ranks or on none. What this rank has not used then has
+            # the mean of the others.
+            anywhere, compared = all_gather(flags, self.peers)
+            pairs = zip(self.parameters, anywhere.any(0).tolist(), strict=True)
+            used = {name for name, is_used in pairs if is_used and name in present}
+        excluded = self._spans_without(used)
+        for span in excluded:
+            self._worker.feedback.exclude(*span)
+        outcome, sent = run(self._worker.script(), self.peers)
+        sent += compared
         self.total_bytes += sent
         if not self.all_shards_agree(outcome is not None):
             outcome = None
@@ -234,24 +244,9 @@ class GradientExchange(ModelExchange):
         # A narrow dtype rounds or clamps the mean. What gradients could not hold goes back into
         # the residual, so the optimizer gets it later.
         written = self._write(outcome.coordinates(), self._worker.mean_of(outcome), used)
-        self._worker.commit(outcome, written=written, excluded=self._spans_without(used))
+        self._worker.commit(outcome, written=written, excluded=excluded)
         self._skipped_in_a_row = 0
         self._metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
-
-    def _script(
-        self, present: set[str], flags: Tensor | None
-    ) -> Script[tuple[Outcome | None, set[str]]]:
-        used = present
-        if flags is not None:
-            # A parameter is left out on all ranks or on none. What this rank has not used then has
-            # the mean of the others.
-            anywhere: Tensor = yield AllGather(flags)
-            pairs = zip(self.parameters, anywhere.any(0).tolist(), strict=True)
-            used = {name for name, is_used in pairs if is_used and name in present}
-        for begin, end in self._spans_without(used):
-            self._worker.feedback.exclude(begin, end)
-        outcome = yield from self._worker.script()
-        return outcome, used
 
     def _spans_without(self, used: set[str]) -> list[tuple[int, int]]:
         """Return where parameters are that nobody has used.

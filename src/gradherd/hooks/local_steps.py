@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.checks import TrainingDiverged
-from gradherd.comm.collectives import broadcast
+from gradherd.comm.collectives import all_gather, broadcast
 from gradherd.comm.script import run
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec, exchangeable, local_shard, plain_name, wide_dtype
@@ -31,7 +31,7 @@ from gradherd.hooks.exchange import ModelExchange, ShardedExchange
 from gradherd.hooks.fsdp_checks import ShardedWorlds
 from gradherd.hooks.fsdp_torch import fsdp_modules
 from gradherd.hooks.torch_names import copy_all
-from gradherd.sparsify.local import LocalOutcome, LocalSteps, OuterOptimizer, exchange_script
+from gradherd.sparsify.local import LocalSteps, OuterOptimizer, mean_of_buffers
 
 log = logging.getLogger("gradherd")
 # A rank whose optimizer holds NaN breaks every exchange: end such a run instead of going on.
@@ -208,7 +208,13 @@ class LocalExchange(ModelExchange):
             buffers: (B,) its buffers; None without any.
         """
         try:
-            value, sent = run(exchange_script(self._worker, at, buffers), self._channel)
+            positions, compared = all_gather(at, self._channel)
+            # Ranks that have lost count of their steps would take one message for another.
+            together = bool((positions == positions[0]).all())
+            outcome, sent = run(self._worker.script(), self._channel) if together else (None, 0)
+            rows, more = None, 0
+            if outcome is not None and buffers is not None:
+                rows, more = all_gather(buffers, self._channel)
         except RuntimeError as error:
             reason = getattr(error, "reason", " ".join(str(error).split()))
             raise RuntimeError(
@@ -216,14 +222,14 @@ class LocalExchange(ModelExchange):
                 f"than the process group's timeout of {self.world.timeout().total_seconds():g} s "
                 f"({reason})"
             ) from error
-        result: LocalOutcome = value
-        if result.positions is not None:
+        if not together:
             raise RuntimeError(
                 "ranks have taken different numbers of steps, or not all of them have called "
-                f"sync(): [steps, sync()] of each rank are {result.positions}"
+                f"sync(): [steps, sync()] of each rank are {positions.tolist()}"
             )
+        sent += compared + more
         self.total_bytes += sent
-        outcome = result.outcome if self.all_shards_agree(result.outcome is not None) else None
+        outcome = outcome if self.all_shards_agree(outcome is not None) else None
         self._worker.commit(outcome)
         if outcome is None:
             self._arrival = _Arrival(None, None, {})
@@ -232,7 +238,8 @@ class LocalExchange(ModelExchange):
         if self._settings.decay != 1:
             self._worker.feedback.residual.mul_(self._settings.decay)
         metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
-        self._arrival = _Arrival(outcome.whole_mean(self.layout.size), result.buffers, metrics)
+        averaged = None if rows is None else mean_of_buffers(rows)
+        self._arrival = _Arrival(outcome.whole_mean(self.layout.size), averaged, metrics)
 
     @torch.no_grad()
     def _apply(self) -> None:

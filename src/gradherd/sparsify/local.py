@@ -11,19 +11,16 @@ Letters: D coordinates, R workers, B elements of buffers.
 
 import math
 from dataclasses import InitVar, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gradherd.comm.checks import check_choice, check_in, check_whole
-from gradherd.comm.script import AllGather, Script
 from gradherd.sparsify.basics import Dense
-from gradherd.sparsify.exchange import Outcome
 from gradherd.sparsify.message_sizes import GROUP, ValueFormat
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.worker import Worker
 
 EARLY_FACTOR = 4
 """How many times more often workers exchange in the early steps."""
@@ -211,36 +208,6 @@ class OuterOptimizer:
             if settings.nesterov:
                 direction = mean.add(self.momentum, alpha=settings.outer_momentum)
         self.shared.add_(direction, alpha=-settings.outer_lr)
-
-
-class LocalOutcome(NamedTuple):
-    """Result of an exchange of local steps on one worker."""
-
-    outcome: Outcome | None
-    """None if the exchange was called off."""
-    buffers: Tensor | None
-    """(B,) means of the buffers, where there are any."""
-    positions: list[list[int]] | None
-    """Where each worker is, if they differ: nothing was exchanged then."""
-
-
-def exchange_script(worker: Worker, position: Tensor, buffers: Tensor | None) -> Script[Any]:
-    """Exchange the difference that was added to a worker, then buffers.
-
-    Args:
-        worker: The worker; `add` has been called.
-        position: (n,) integers that must be equal on all workers. Workers that have lost count of
-            their steps would take one message for another.
-        buffers: (B,) this worker's buffers; None without any.
-    """
-    positions: Tensor = yield AllGather(position)
-    if not bool((positions == positions[0]).all()):
-        return LocalOutcome(None, None, positions.tolist())
-    outcome = yield from worker.script()
-    if outcome is None or buffers is None:
-        return LocalOutcome(outcome, None, None)
-    rows: Tensor = yield AllGather(buffers)
-    return LocalOutcome(outcome, mean_of_buffers(rows), None)
 
 
 def mean_of_buffers(rows: Tensor) -> Tensor:
