@@ -404,6 +404,20 @@ def unfrozen():
     return own, model.left.weight.grad
 
 
+def unfrozen_too_late():
+    """Parameters that were frozen when DDP was made, but not at `attach`; return what is raised."""
+    model = net()
+    model[0].requires_grad_(False)
+    ddp = DDP(model)
+    model[0].requires_grad_(True)
+    herd = gh.attach(ddp, sparsify=SPARSE)
+    try:
+        ddp(batch(0)).square().mean().backward()
+    except RuntimeError as error:
+        return str(error), herd.metrics()["steps"]
+    return "nothing", herd.metrics()["steps"]
+
+
 class WithEmpty(nn.Module):
     """A parameter of no numbers between two layers."""
 

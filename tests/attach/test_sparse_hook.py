@@ -230,6 +230,12 @@ def test_what_was_frozen_at_first_travels_whole():
         torch.testing.assert_close(given, mean, rtol=1e-12, atol=1e-12)
 
 
+def test_what_was_frozen_when_ddp_was_made_is_refused():
+    for message, steps in run_ranks(work.unfrozen_too_late, 2):
+        assert message.startswith("0.weight was frozen when DDP was made (2 such parameters)")
+        assert "make DDP after unfreezing" in message and steps == 0
+
+
 def test_parameters_without_numbers_are_fine():
     books_balance(run_ranks(work.with_empty, 2))
 

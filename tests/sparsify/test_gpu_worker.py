@@ -146,6 +146,24 @@ def test_a_step_that_is_called_off_leaves_no_trace(size):
         assert same(mine.state_dict(), wanted.state_dict())
 
 
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("live", [0.003, 0.02])
+def test_a_gradient_that_is_mostly_zero_is_sent(live, size):
+    """A large embedding of which few rows are used: fewer are not zero than are searched."""
+    settings = Sparsify(method=ExDyna(0.01))
+    ours, theirs = DeviceWorkers(settings, size), VirtualWorkers(settings, DIM, size, sparse=SPARSE)
+    places = torch.randperm(DIM, generator=torch.Generator().manual_seed(0))[: int(live * DIM)]
+    whole, sent, wanted = torch.zeros(DIM), torch.zeros(DIM), torch.zeros(DIM)
+    for step in range(12):
+        grads = torch.zeros(size, DIM)
+        grads[:, places] = 1 + normal(step, size, len(places)).abs()
+        whole += grads.mean(0)
+        sent += ours.step(grads)
+        wanted += theirs.step(grads)
+    shares = [float(one.sum() / whole.sum()) for one in (sent, wanted)]
+    assert shares[0] > 0.9 * shares[1] > 0.6
+
+
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("method", [ExDyna(0.02), ExDyna(0.3), Micro(0.01)], ids=str)
 def test_exactly_k_are_sent_whatever_gradients_do(method, size):

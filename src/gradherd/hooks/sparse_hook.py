@@ -145,6 +145,11 @@ class SparseHook(BucketHook, GradientExchange):
         """Find out where parameters lie in other buckets; on a GPU the residual follows them."""
         here = {p for bucket in buckets for p in bucket.parameters()}
         self._present = {name for name, p in self.parameters.items() if p in here}
+        if missing := [name for name in self.parameters if name not in self._present]:
+            raise RuntimeError(
+                f"{missing[0]} was frozen when DDP was made ({len(missing)} such parameters), and "
+                "DDP will never average its gradient: make DDP after unfreezing"
+            )
         spans = [
             [
                 (self._slices[p].start if p in self._slices else None, p.numel())
@@ -156,8 +161,7 @@ class SparseHook(BucketHook, GradientExchange):
         self._placement = Placement(spans, self._worker.sparse, residual.device)
         if self._steps is None:
             return
-        # DDP and the residual differ in parameters that were frozen when the one was made and not
-        # when the other was.
+        # Parameters that were frozen when this was attached have no residual.
         if here == self._slices.keys() and len({one.buffer().dtype for one in buckets}) == 1:
             self._steps.place(self._placement)
             return

@@ -42,6 +42,8 @@ _COARSE_BITS = 4
 _MIN_CANDIDATES, _MAX_CANDIDATES = 2, 4
 # Where the search starts before the first step, and its ratio to the threshold from then on.
 _NO_START = (0.0, 0.9)
+# The smallest float32 above zero.
+_LEAST_START = 2.0**-149
 
 
 # --- What a method says, and what it keeps -----------------------------------------------------
@@ -250,7 +252,8 @@ def search_start(sample: Tensor, share: float) -> Tensor:
     For a step that has no threshold to start from, or one that is far off.
     """
     rank = min(len(sample), int(4 * share * len(sample)) + 16)
-    return sample.abs().topk(rank).values[-1].float()
+    # Above zero, or all zeros would be candidates where fewer values are not: there is no room.
+    return sample.abs().topk(rank).values[-1].float().clamp(min=_LEAST_START)
 
 
 def make_offers(
