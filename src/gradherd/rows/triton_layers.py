@@ -401,8 +401,10 @@ class ProductKernels(LayerKernels):
             scratch = examples * positions * width * dtype.itemsize
             if last and thin.stride_n == positions * thin.stride_t:  # one long example
                 examples, positions = 1, examples * positions
-            block, channels = 64 if half else 32, 128 if last and width == 16 else 64
-            while block > 16 and examples * triton.cdiv(positions, block) < _PROGRAMS:
+            block, channels = 64 if half else 32, 128 if last and width <= 64 else 64
+            if thin.channels > _MOST_CHANNELS and last and width <= 64:  # the head of a vocabulary
+                block, channels = 16, 256
+            while block > 32 and examples * triton.cdiv(positions, block) < _PROGRAMS:
                 block //= 2
             sides = (1, thin.channels) if is_filter else (columns, 1)
             project = Launch(
@@ -411,7 +413,7 @@ class ProductKernels(LayerKernels):
                 kind, is_aligned, last, precision, width, block, channels,
             )  # fmt: skip
         last = wide.stride_c == 1
-        block, most = (64, 128) if last else (32, 64)
+        block, most = 64 if last else 32, 128
         if is_window:  # which every program adds up again
             block = 128
         while block > 32 and wide.examples * triton.cdiv(one.width, block) < _PROGRAMS // 2:
@@ -446,8 +448,9 @@ class BatchNormKernels(LayerKernels):
         examples, channels = inputs.shape[:2]
         flat, wide = inputs.flatten(2), grads.flatten(2)
         positions, pairs = flat.shape[2], examples * channels
-        block = min(1024, max(16, triton.next_power_of_2(positions)))
-        per, strided = max(1, 2048 // block), flat.stride(2) != 1 or wide.stride(2) != 1
+        # A row of a block is read by one warp, which adds it up without the others.
+        block = 256 if positions > 1024 else 128 if positions > 256 else 64
+        per, strided = 1024 // block, flat.stride(2) != 1 or wide.stride(2) != 1
         add = Launch(
             _channel_sums_kernel, (triton.cdiv(pairs, per), 1, 1),
             pairs, channels, positions, *flat.stride(), *wide.stride(),
