@@ -215,7 +215,6 @@ replay sparsify flat.npy | flat.npy
 replay sparsify nan.npy | step 0 is not finite
 replay sparsify cube.npy --values int3 | --values must be one of fp32, bf16
 replay sparsify cube.npy --threshold x | --threshold must be one of consensus, online, got 'x'
-replay sparsify cube.npy --local-steps 0 | --local-steps must be at least 1, got 0
 replay sparsify cube.npy --method deft | unknown 'deft'; choose .. deft is now in studies/methods
 compare digits --sparsifiers sidco | unknown 'sidco'; choose .. sidco is now in studies/methods
 compare digits --orders d-rr,saw | unknown 'saw'; choose .. saw is now in studies/methods
@@ -237,7 +236,6 @@ replay sparsify cube.npy --method topk --threshold online | --threshold online h
 bench signs --workers '' | --workers must name at least one number
 bench rows --batch 0 | --batch must be at least 1, got 0
 bench sparsify --density 0 | --density must be in (0, 1], got 0
-bench step --exchanges x | --exchanges: unknown 'x'
 bench step --batch 0 | --batch must be at least 1, got 0
 bench step --params 0 | --params: '0' is not a positive whole number
 bench coordination --repeats 0 | --repeats must be at least 1, got 0

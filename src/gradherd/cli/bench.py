@@ -14,7 +14,6 @@ from typing import Annotated, Any
 from gradherd.cli.options import usable_device
 from gradherd.cli.parser import Arg, Count, Counts, Density, one_count, whole
 from gradherd.cli.terminal import print_json, print_table
-from gradherd.lab.bench import STEP_EXCHANGES
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
 
 Rows = list[dict[str, Any]]
@@ -197,14 +196,12 @@ class BenchSparsifyCommand(_BenchCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchStepCommand(_BenchCommand):
-    """Time a whole training step over local processes: with d-rr, cd-grab and other exchanges.
+    """Time a whole training step over local processes, with d-rr and with cd-grab.
 
     An MLP is trained with whole batches as units; a step is data, forward, backward, exchange and
-    optimizer. d-rr and cd-grab exchange densely. With --exchanges, the same step with d-rr is also
-    timed with torch's fp16 and powersgd hooks, with exdyna, and with 4 local steps (local-4).
+    optimizer. Both exchange densely; `bench sparsify` times other exchanges.
 
     Example: gradherd bench step --workers 4 --params 2e6 --batch 64
-    Example: gradherd bench step --params 1e7 --exchanges fp16,exdyna,exdyna-int2,local-4
     """
 
     workers: Counts = (4,)
@@ -215,16 +212,10 @@ class BenchStepCommand(_BenchCommand):
     """Examples per rank and step."""
     repeats: Count = 9
     """Blocks of 4 steps to measure in each case; the median counts."""
-    exchanges: Annotated[
-        tuple[str, ...],
-        Arg(metavar="A,B", known=STEP_EXCHANGES, default="none"),
-    ] = ()
-    """Other exchanges to time, of {known}."""
 
     def run(self) -> None:
         """Measure."""
         from gradherd.lab.bench.bench_step import bench_step
 
-        settings = (self.batch, self.repeats, list(self.exchanges))
-        rows = _on_local_ranks(bench_step, self.workers, self.params, *settings)
+        rows = _on_local_ranks(bench_step, self.workers, self.params, self.batch, self.repeats)
         self._print("step", "cpu", rows)

@@ -33,8 +33,6 @@ from gradherd.sparsify.registry import (
 if TYPE_CHECKING:
     from gradherd.sparsify.settings import Sparsify
 
-# As training runs with a sparsifier and local steps have it.
-_LOCAL_DECAY = 0.95
 # The terminal shows the head of long orders; --json has all of it.
 _SHOWN_WORKERS, _SHOWN_UNITS = 8, 12
 _MAX_ELEMENTS = 1 << 33  # 64 GiB of float64
@@ -128,9 +126,6 @@ class ReplaySparsifyCommand:
     a little after each step as in the papers (online)."""
     values: ValueFormat = "fp32"
     """Precision of the values sent; what is rounded off stays in the residual."""
-    local_steps: Annotated[int, Arg(metavar="H", default="none", parse=whole(1))] = 1
-    """Exchange the sum of H gradients at every H-th step, as local steps of SGD would; residuals
-    shrink by 0.95 each time, as in training."""
     out: FolderOption = None
     """Folder for mean.npy (steps, dim) and residual.npy (workers, dim)."""
     json: bool = False
@@ -152,8 +147,6 @@ class ReplaySparsifyCommand:
                 steps = replay_sparsify(
                     gradients,
                     settings,
-                    every=self.local_steps,
-                    decay=_LOCAL_DECAY if self.local_steps > 1 and density < 1 else 1.0,
                     out=self.out,
                     progress=advance,
                 )
@@ -162,8 +155,7 @@ class ReplaySparsifyCommand:
             read = f"{count} steps of {workers} workers"
             _warn_of_axes(read, "workers, units, dim", "order")
         if self.json:
-            local = {"local_steps": self.local_steps} if self.local_steps > 1 else {}
-            print_json({"method": self.method, "density": density, **local, "steps": steps})
+            print_json({"method": self.method, "density": density, "steps": steps})
         else:
             self._print(steps, gradients.shape, density)
 
@@ -203,8 +195,7 @@ class ReplaySparsifyCommand:
             share = 100 * sent_bytes / dense_bytes
             rows["... relative to a dense exchange"] = f"{share:.3f} %"
         title = f"{self.method}, density {density:g}: {count} steps of {workers} workers, "
-        title += f"{dim:,} elements" + f", {len(steps)} exchanges" * (self.local_steps > 1)
-        print_table(list(rows.items()), title=title)
+        print_table(list(rows.items()), title=f"{title}{dim:,} elements")
         if self.out is not None:
             print(f"wrote mean.npy and residual.npy to {self.out}")
 

@@ -195,8 +195,6 @@ def replay_sparsify(
     gradients: NDArray[np.number],
     settings: Sparsify,
     *,
-    every: int = 1,
-    decay: float = 1.0,
     out: Path | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
@@ -205,14 +203,11 @@ def replay_sparsify(
     Args:
         gradients: (T, R, D). Read one step at a time, so it may be a memory map.
         settings: The sparsifier and how its values are sent.
-        every: Steps between two exchanges, of the sum of their gradients: what local steps of SGD
-            would have changed, if the gradients had stayed as recorded.
-        decay: Factor of the residuals after each exchange.
-        out: Folder for mean.npy (T, D), zero at steps without an exchange, and residual.npy (R, D).
+        out: Folder for mean.npy (T, D) and residual.npy (R, D).
         progress: Called after each step.
 
     Returns:
-        The metrics of each exchange; residual_norm and bytes are means over workers.
+        The metrics of each step; residual_norm and bytes are means over workers.
 
     Raises:
         ValueError: A gradient or a sum over workers is not finite, or `out` is no folder.
@@ -223,23 +218,12 @@ def replay_sparsify(
     virtual = VirtualWorkers(settings, dim, workers, dtype=dtype)
     metrics = []
     with _writer(out, (steps, dim), dtype) as write:
-        changes = torch.zeros(workers, dim, dtype=dtype)
         for step in range(steps):
-            changes += _step(gradients, step, dtype)
-            # What is left after the last whole phase is exchanged, too.
-            if (step + 1) % every and step + 1 < steps:
-                write(step, torch.zeros(dim, dtype=dtype))
-                progress()
-                continue
-            mean = virtual.step(changes)
-            changes.zero_()
+            mean = virtual.step(_step(gradients, step, dtype))
             if not bool(mean.isfinite().all()):
                 raise ValueError(
                     f"step {step}: the sum over workers overflows; scale the values down"
                 )
-            if decay != 1:
-                for worker in virtual.workers:
-                    worker.feedback.residual.mul_(decay)
             write(step, mean)
             metrics.append(virtual.metrics)
             progress()

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 
 from gradherd.cli.main import main
 from gradherd.comm.world import World
-from gradherd.lab.bench import STEP_EXCHANGES
 from gradherd.lab.bench.bench_balancing import CASES, published_loop
 from gradherd.lab.bench.bench_rows import RowsBench, mlp
 from gradherd.rows.capture import Capture
@@ -62,18 +61,11 @@ def test_rows_shows_every_way_to_them(capsys):
     assert all(KEYS <= set(row) for row in output["rows"])
 
 
-def test_step_compares_both_orders_and_every_exchange(capsys):
+def test_step_compares_both_orders(capsys):
     options = ("--workers", 2, "--params", 9000, "--batch", 2, "--repeats", 1)
-    output = result(capsys, "bench", "step", *options, "--exchanges", ",".join(STEP_EXCHANGES))
-    drr, cd, *others = output["rows"]
+    drr, cd = result(capsys, "bench", "step", *options)["rows"]
     assert (drr["case"], cd["case"]) == ("d-rr", "cd-grab") and drr["ratio"] == 1
     assert KEYS <= set(drr) and 0 < cd["bytes"] - drr["bytes"] < 100
-    sent = {row["case"]: row["bytes"] for row in others}
-    assert list(sent) == list(STEP_EXCHANGES)
-    assert sent["fp16"] == drr["bytes"] // 2
-    assert 0 < sent["exdyna-int2"] < sent["exdyna"] < drr["bytes"]
-    # A dense exchange sends 32 bits a step, this one 1.06 bits, and biases in bf16, every 4 steps.
-    assert 32 * 2 < drr["bytes"] / sent["local-4"] < 32 * 4
 
 
 def test_sparsify_compares_picking_and_whole_exchanges(capsys):
