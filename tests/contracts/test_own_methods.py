@@ -1,13 +1,17 @@
 """Mistakes in methods of one's own: a sentence names the method, or the mistake does no harm."""
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradherd import Sparsify
+from gradherd import Sparsify, attach
 from gradherd.comm.script import run_together
+from gradherd.lab.ranks import run_ranks
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy
 from gradherd.sparsify.exchange import gather_indices, gather_union
@@ -164,3 +168,79 @@ def test_indices_need_not_ascend():
     assert all(torch.equal(found.value, joined) for found in run_together(scripts))
     alone = run_together([gather_union(own[0], [500], dim, StepContext(0, 0, 1))])
     assert torch.equal(alone[0].value, own[0].sort().values)
+
+
+def _apart(step):
+    draw = torch.Generator().manual_seed(step.rank)
+    return torch.randperm(step.dim, generator=draw)[: step.k].sort().values
+
+
+WRONG = {
+    "other ranks": (_apart, "selected other coordinates on different workers"),
+    "another order": (lambda step: step.everything()[: step.k].roll(step.rank), "other coord"),
+    "other lengths": (lambda step: step.everything()[: step.k + step.rank], "other coord"),
+    "one worker": (lambda step: step.everything()[: step.k] * (-1) ** step.rank, "on worker 1"),
+    "repeats": (lambda step: torch.zeros(step.k, dtype=torch.int64), "repeat"),
+    "mask": (lambda step: step.everything() < step.k, "1-D int64 tensor, got torch.bool (40,)"),
+    "table": (lambda step: step.everything().view(2, -1), "got torch.int64 (2, 20)"),
+    "list": (lambda step: list(range(step.k)), "int64 tensor, got list"),
+    "too large": (lambda step: step.everything()[: step.k] + 35, "[0, 40)"),
+    "from the end": (lambda step: -1 - step.everything()[: step.k], "[0, 40)"),
+    "nothing": (lambda step: step.everything()[:0], None),
+    "descending": (lambda step: step.everything()[: step.k].flip(0), None),
+    "all": (lambda step: None, None),
+}
+
+
+@dataclass(frozen=True)
+class Wrong(Selector):
+    """Select one of the above."""
+
+    case: str
+    density: float = 0.25
+    counts: int = 2
+    first: int = 0
+
+    def agree(self, step, own, headers):
+        yield from ()
+        case = self.case if step.number >= self.first else "all"
+        return Selection(WRONG[case][0](step), [step.k] * self.counts, None)
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_coordinates_that_cannot_be_sent_are_refused(case):
+    workers = VirtualWorkers(Sparsify(method=Wrong(case)), 40, 2)
+    if WRONG[case][1] is None:
+        workers.step(torch.ones(2, 40))
+        return
+    with pytest.raises(ValueError, match=rf"^Wrong\.agree .*{re.escape(WRONG[case][1])}"):
+        workers.step(torch.ones(2, 40))
+    assert not workers.residuals().any() and workers.workers[0].step == 0
+
+
+def test_as_many_counts_as_workers_are_demanded():
+    with pytest.raises(ValueError, match=r"^Wrong\.agree returned 3 counts for 2 workers"):
+        VirtualWorkers(Sparsify(method=Wrong("all", counts=3)), 40, 2).step(torch.ones(2, 40))
+
+
+def test_coordinates_that_differ_later_are_found():
+    workers = VirtualWorkers(Sparsify(method=Wrong("other ranks", first=30)), 40, 2)
+    with pytest.raises(ValueError, match="on different workers"):
+        for _ in range(131):
+            workers.step(torch.ones(2, 40))
+
+
+def test_ranks_that_select_apart_all_stop():
+    for message in run_ranks(_drift, 2):
+        assert message.startswith("Wrong.agree selected other coordinates on different workers")
+
+
+def _drift():
+    torch.manual_seed(0)
+    ddp = DDP(nn.Linear(40, 40))
+    attach(ddp, sparsify=Wrong("other ranks"))
+    try:
+        ddp(torch.randn(2, 40)).sum().backward()
+    except ValueError as error:
+        return str(error)
+    return "nothing"

@@ -113,6 +113,8 @@ def select(
     script = method.agree(step, proposal.own, headers[:, 1:])
     check_script(script, method, "agree")
     selection = yield from script
+    if not _is_built_in(method):
+        yield from _check_selection(selection, step, method, together=known is None)
     # A worker loads a saved state only if `begin` makes one to compare it with.
     if (selection.state is None) != (step.state is None):
         kinds = [type(one).__name__ for one in (step.state, selection.state)]
@@ -123,6 +125,73 @@ def select(
     if known is not None:
         known.append(selection)
     return selection
+
+
+# --- Selections of methods of one's own -------------------------------------------------------
+
+# Steps at which workers compare what was selected: the first ones, and then one in so many.
+_COMPARED_FIRST, _COMPARED_EVERY = 3, 100
+# Terms of a checksum are below the prime, so their sum fits 64 bits.
+_PRIME, _FACTOR = 2**31 - 1, 48_271
+
+
+def _is_built_in(method: Selector) -> bool:
+    return type(method).__module__.startswith("gradherd.")
+
+
+def _check_selection(
+    selection: Selection, step: Step, method: Selector, together: bool
+) -> Script[None]:
+    """Raise ValueError if a selection cannot be sent, or differs between workers.
+
+    Sums of other coordinates would let weights drift apart without a sign of it. What takes long,
+    and comparing if workers agree each for itself (`together`), is done at few steps.
+    """
+    thorough = step.number < _COMPARED_FIRST or step.number % _COMPARED_EVERY == 0
+    mistake = _mistake_in(selection, step, thorough)
+    if thorough and together and step.size > 1:
+        # Before this worker raises: the others must not wait for it.
+        checksum = 0 if mistake else _checksum(selection.indices)
+        own = torch.tensor([int(mistake is not None), checksum], device=step.acc.device)
+        rows: Tensor = yield AllGather(own)
+        wrong, checksums = rows.T.tolist()
+        if mistake is None and any(wrong):
+            mistake = f"returned what cannot be sent on worker {wrong.index(1)}"
+        elif mistake is None and len(set(checksums)) > 1:
+            mistake = (
+                "selected other coordinates on different workers: compute them from what all "
+                "workers know, or gather them (gather_union)"
+            )
+    if mistake is not None:
+        raise ValueError(f"{type(method).__name__}.agree {mistake}")
+
+
+def _mistake_in(selection: Selection, step: Step, thorough: bool) -> str | None:
+    """Say why a selection cannot be sent; None if it can. Repeats are looked for if `thorough`."""
+    indices: Any = selection.indices  # A user may return anything.
+    if len(selection.counts) != step.size:
+        return f"returned {len(selection.counts)} counts for {step.size} workers"
+    if indices is None:
+        return None
+    if not isinstance(indices, Tensor):
+        return f"must return coordinates as an int64 tensor, got {type(indices).__name__}"
+    if indices.dtype != torch.int64 or indices.dim() != 1 or indices.device != step.acc.device:
+        got = f"{indices.dtype} {tuple(indices.shape)} on {indices.device}"
+        return f"must return coordinates as a 1-D int64 tensor, got {got}"
+    if len(indices) and not (0 <= int(indices.min()) and int(indices.max()) < step.dim):
+        return f"must return coordinates in [0, {step.dim})"
+    if thorough and len(indices.unique()) < len(indices):
+        return "must not return a coordinate twice: they repeat"
+    return None
+
+
+def _checksum(indices: Tensor | None) -> int:
+    """Return a number that other coordinates, or the same in another order, do not have."""
+    if indices is None:
+        return -1
+    places = torch.arange(1, len(indices) + 1, device=indices.device)
+    terms = (indices + 1) * (places * _FACTOR % _PRIME) % _PRIME
+    return int(terms.sum())
 
 
 # --- Indices -----------------------------------------------------------------------------------
