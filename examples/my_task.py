@@ -40,7 +40,8 @@ class Spirals:
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
         """Generate 600 training and 300 test points, the same ones every time."""
         generator = torch.Generator().manual_seed(0)
-        arm = torch.arange(900) % 3
+        # Shuffled: example i goes to worker i mod W, so three workers would have one arm each.
+        arm = torch.randperm(900, generator=generator) % 3
         along = torch.rand(900, generator=generator)
         angle = 4 * along + arm * (2 * torch.pi / 3)
         points = along.unsqueeze(1) * torch.stack([angle.cos(), angle.sin()], dim=1)

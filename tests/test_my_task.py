@@ -35,8 +35,16 @@ def test_the_example_draws_the_same_points_every_time():
     first, second = task.load(), task.load()
     assert all(map(torch.equal, first.train + first.test, second.train + second.test))
     assert isinstance(first, Split) and len(first.train[0]) == 600 and len(first.test[0]) == 300
-    assert first.test[1].bincount().tolist() == [100, 100, 100]
+    assert (first.train[1].bincount() + first.test[1].bincount()).tolist() == [300, 300, 300]
     assert len(task.load(limit=7).train[0]) == 7
+
+
+@pytest.mark.parametrize("workers", [2, 3, 6])
+def test_every_worker_of_the_example_has_a_fair_share_of_each_class(workers):
+    arms = find_task(EXAMPLE).load().train[1]
+    for worker in range(workers):  # Unit g goes to worker g mod W.
+        share = arms[worker::workers].bincount(minlength=3) / (600 / workers)
+        assert (share - 1 / 3).abs().max() < 0.15
 
 
 def test_the_example_learns(capsys, place):

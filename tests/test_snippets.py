@@ -3,6 +3,7 @@
 import re
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -60,6 +61,8 @@ def reader(page: str, block: str, folder: str) -> dict:
     own |= dict(fully_shard=fully_shard, init_device_mesh=init_device_mesh, device="cpu", step=1)
     own |= dict(net=net, model=net, dataset=dataset, loss_fn=nn.CrossEntropyLoss(), epochs=2)
     own |= dict(folder=folder, losses=torch.rand(128).tolist())
+    own |= dict(run=SimpleNamespace(log=lambda values, step: dict(values)))
+    own |= dict(writer=SimpleNamespace(add_scalar=lambda name, value, step: float(value)))
     if "for text in dataset" in block:
         own["dataset"] = ["a" * (i % 7 + 1) for i in range(128)]
     own["sampler"] = gh.OrderedSampler(dataset, "cd-grab", batch_size=32, unit=32)
@@ -114,7 +117,7 @@ def train_two_steps(own: dict) -> None:
 
 def test_fragments_run_in_a_program_of_two_ranks():
     found = fragments()
-    assert len(found) > 10
+    assert len(found) >= 10
     with tempfile.TemporaryDirectory() as folder:
         failed, other = run_ranks(run_fragments, 2, found, folder)
     assert not failed, "\n".join(failed)

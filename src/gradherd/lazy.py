@@ -13,6 +13,10 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+class BadMethod(ValueError):
+    """A registered method cannot be built; one sentence says why."""
+
+
 class LazyRegistry(MutableMapping[str, T]):
     """A dictionary whose values are imported when they are looked up.
 

@@ -32,7 +32,6 @@ class RandomK(Selector):
     seed: int = 0
     """Seed of the draws; must be the same on all workers."""
 
-    exclusive = True
     agrees_alone = True
 
     def __post_init__(self) -> None:

@@ -312,6 +312,9 @@ def test_wrong_calls_say_what_is_wrong_with_which_value(capsys, bad_files):
             assert internal not in err, line
 
 
+DIGITS = "from gradherd.lab.tasks.digits import Digits\nclass X(Digits):"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_device_that_is_not_there(capsys):
     assert "'cuda' cannot be used here" in refused(capsys, "train", "digits", "--device", "cuda")
@@ -326,6 +329,13 @@ def test_a_device_that_is_not_there(capsys):
         ("class X: pass", "Y", ["has no class 'Y'"]),
         ("X = 3", "X", ["has no class 'X'"]),
         ("class X:\n def __init__(self): raise KeyError('k')", "X", ["X() fails", "'k'"]),
+        (
+            f"{DIGITS}\n def load(self): return super().load()",
+            "X",
+            ["'digits': load(data_dir, limit) must be possible, with 2 arguments: too many"],
+        ),
+        (f"{DIGITS}\n model = None", "X", ["'digits': model must be a method, got a NoneType"]),
+        (f"{DIGITS}\n metric = None", "X", ["'digits': metric must be a method, got a NoneType"]),
         pytest.param(
             "import sys; sys.exit(3)",
             "X",
@@ -335,8 +345,9 @@ def test_a_device_that_is_not_there(capsys):
 )
 def test_a_file_that_holds_no_task(capsys, place, source, kind, words):
     (place / "mine.py").write_text(source)
-    err = refused(capsys, "train", f"mine.py:{kind}")
-    assert f"'mine.py:{kind}'" in err and all(word in err for word in words), err
+    err = refused(capsys, "train", f"mine.py:{kind}", *QUICK)
+    assert f"'mine.py:{kind}'" in err or "'digits'" in err, err
+    assert all(word in err for word in words), err
 
 
 @pytest.mark.parametrize("command", ["train", "compare", "demo"])

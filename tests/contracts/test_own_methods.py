@@ -2,20 +2,26 @@
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradherd import Sparsify, attach
+from gradherd import ExDyna, Sparsify, attach
+from gradherd.cli.main import main
 from gradherd.comm.script import run_together
 from gradherd.lab.ranks import run_ranks
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy
+from gradherd.ordering.registry import POLICIES
 from gradherd.sparsify.exchange import gather_indices, gather_union
+from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.selector import Selection, Selector, StepContext
+from gradherd.sparsify.settings import make_settings
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 SIZES = [4, 3]
@@ -244,3 +250,57 @@ def _drift():
     except ValueError as error:
         return str(error)
     return "nothing"
+
+
+class Undeclared(Selector):
+    """No dataclass."""
+
+    density = 0.5
+    agree = Unfinished.agree
+
+
+@dataclass(frozen=True)
+class Demanding(Selector):
+    """Its field has no default."""
+
+    density: float
+    agree = Unfinished.agree
+
+
+@dataclass(frozen=True)
+class DemandingOrder(Policy):
+    """Its field has no default."""
+
+    epochs: int
+    observe, reorder = Turned.observe, Turned.reorder
+
+
+@pytest.mark.parametrize(
+    ("registry", "method", "says"),
+    [
+        (SPARSIFIERS, Undeclared, "must be a dataclass with a field density, got "),
+        (SPARSIFIERS, Demanding, "must be a class whose fields all have defaults: "),
+        (SPARSIFIERS, Unfinished(), "must be a class whose fields all have defaults: "),
+        (POLICIES, DemandingOrder, "must be a class whose fields all have defaults: "),
+        (POLICIES, Turned(), "must be a class whose fields all have defaults: "),
+    ],
+    ids=["undeclared", "demanding", "made", "demanding order", "made order"],
+)
+def test_what_cannot_be_built_is_refused(monkeypatch, capsys, tmp_path, registry, method, says):
+    monkeypatch.setitem(registry, "mine", method)
+    np.save(tmp_path / "a.npy", np.ones((2, 3, 4), "float32"))
+    replay, train = ("order", "--order") if registry is POLICIES else ("sparsify", "--sparsify")
+    option = "--order" if registry is POLICIES else "--method"
+    for words in (
+        ["train", "digits", train, "mine", "--workers", 2, "--out", tmp_path / "out"],
+        ["replay", replay, tmp_path / "a.npy", option, "mine"],
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main([str(word) for word in words])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert stop.value.code == 2 and f"'mine' {says}" in line, line
+
+
+def test_a_second_name_brings_other_settings(monkeypatch):
+    monkeypatch.setitem(SPARSIFIERS, "mine", partial(ExDyna, blocks=16))
+    assert make_settings("mine", 0.1).method == ExDyna(density=0.1, blocks=16)

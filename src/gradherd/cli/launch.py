@@ -21,6 +21,7 @@ from gradherd.lab.ranks import RankError, run_ranks
 from gradherd.lab.tasks.data_files import DamagedData
 from gradherd.lab.tasks.task import BadTask, UnsuitableSettings
 from gradherd.lab.train.config import RunConfig
+from gradherd.lab.train.loop import BadStart
 from gradherd.lab.train.record import RunRecord
 from gradherd.lab.train.runner import CheckpointOptions, run_all
 
@@ -42,7 +43,9 @@ def measure_on_ranks(fn: Callable[..., Any], workers: int, *args: Any) -> Any:
 
 def _failure(error: RankError) -> Exception:
     # The message has the rank's traceback; `reason` says the same in one line.
-    return error if os.environ.get("GRADHERD_TRACEBACK") else CommandFailed(error.reason)
+    if os.environ.get("GRADHERD_TRACEBACK"):
+        return error
+    return (UsageError if error.kind == "BadTask" else CommandFailed)(error.reason)
 
 
 @contextlib.contextmanager
@@ -114,9 +117,9 @@ def train_runs(
         with contextlib.suppress(OSError):
             mark_unfinished(out, "interrupted" if interrupted else "failed")
         # Sentences about a user's settings, data or task: no defect to trace.
-        if isinstance(error, UnsuitableSettings):
+        if isinstance(error, UnsuitableSettings | BadTask):
             raise UsageError(str(error)) from None
-        if isinstance(error, DamagedData | BadTask):
+        if isinstance(error, DamagedData | BadStart):
             raise CommandFailed(str(error)) from None
         if isinstance(error, RankError):
             raise _failure(error) from None

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from gradherd.cli.parser import Command, CommandFailed, UsageError, did_you_mean, parse, reason_of
 from gradherd.cli.terminal import terminal_width, torchrun_rank, wrap
 from gradherd.lab.text import printable
+from gradherd.lazy import BadMethod
 
 COMMANDS = {
     "demo": "see both halves at work in a minute, with an HTML report",
@@ -57,7 +58,7 @@ def main(args: Sequence[str] | None = None) -> None:
         # Flushed here, so that a closed pipe or a full disk is caught below and not at exit, where
         # Python would print a traceback.
         sys.stdout.flush()
-    except UsageError as error:
+    except (UsageError, BadMethod) as error:
         _fail(2, str(error))
     except CommandFailed as error:
         _fail(1, f"failed: {error}")

@@ -220,7 +220,7 @@ def density_for(sparsifiers: Sequence[str], density: float | None) -> float | No
 
 
 def warn_of_divergence(records: Iterable[RunRecord]) -> None:
-    """Say on stderr which runs have diverged, and what to try."""
+    """Say on stderr which runs have diverged or not improved, and what to try."""
     from gradherd.lab.train.tuning import what_to_try
 
     for record in records:

@@ -116,6 +116,7 @@ class StudyCommand:
         from gradherd.lab.study.run import ProcessDied, run_planned
         from gradherd.lab.tasks.data_files import DamagedData
         from gradherd.lab.tasks.task import BadTask, UnsuitableSettings
+        from gradherd.lab.train.loop import BadStart
 
         if not todo:
             return []
@@ -139,9 +140,9 @@ class StudyCommand:
             # Their results are on disk, and --resume runs the rest.
             print(f"gradherd: {len(runs)} of {len(todo)} runs are in {out}", file=sys.stderr)
             raise
-        except UnsuitableSettings as error:
+        except (UnsuitableSettings, BadTask) as error:
             raise UsageError(str(error)) from None
-        except (BadTask, DamagedData, ProcessDied) as error:
+        except (BadStart, DamagedData, ProcessDied) as error:
             raise CommandFailed(str(error)) from None
         finally:
             signal.signal(signal.SIGTERM, previous)

@@ -47,16 +47,18 @@ class RankError(RuntimeError):
         message: With the traceback of that rank, if it left one.
         reason: The same in one line, for a command line that prints no tracebacks; None if the
             message is one.
+        kind: Name of the class of the exception that the rank raised, if it raised one.
     """
 
-    def __init__(self, message: str, reason: str | None = None) -> None:
+    def __init__(self, message: str, reason: str | None = None, kind: str = "") -> None:
         super().__init__(message)
         self.reason = message if reason is None else reason
         """The same in one line."""
+        self.kind = kind
 
     # Exceptions are pickled by their `args`, which hold the message only.
-    def __reduce__(self) -> tuple[type["RankError"], tuple[str, str]]:
-        return RankError, (str(self), self.reason)
+    def __reduce__(self) -> tuple[type["RankError"], tuple[str, str, str]]:
+        return RankError, (str(self), self.reason, self.kind)
 
 
 def run_ranks(
@@ -153,7 +155,8 @@ def _rank_main(
         reason = " ".join(text.split())
         # Written under another name first: a peer's failure may end this process in mid-write.
         draft = folder / f"{rank}.draft"
-        draft.write_text(f"{time.monotonic_ns()}\n{reason}\n{traceback.format_exc()}")
+        head = f"{time.monotonic_ns()}\n{type(error).__name__}\n{reason}"
+        draft.write_text(f"{head}\n{traceback.format_exc()}")
         draft.rename(folder / f"{rank}.error")
         raise
 
@@ -311,14 +314,14 @@ def _failure(folder: Path, processes: Sequence[BaseProcess]) -> RankError:
             died, stacks = f"rank {rank} died: {cause}", folder / f"stacks-{rank}"
             where = stacks.read_text().strip() if stacks.exists() else ""
             return RankError(f"{died}\n{where}".rstrip(), died)
-    reports = [(path.stem, *path.read_text().split("\n", 2)) for path in folder.glob("*.error")]
+    reports = [(path.stem, *path.read_text().split("\n", 3)) for path in folder.glob("*.error")]
     if not reports:
         return RankError("a rank ended without a result and without an error")
-    name, _, reason, report = min(reports, key=lambda report: int(report[1]))
+    name, _, kind, reason, report = min(reports, key=lambda report: int(report[1]))
     silent = [r for r in range(len(processes)) if not list(folder.glob(f"{r}.*"))]
     stuck = [rank for rank in silent if processes[rank].is_alive()]
     # The rank that reports a timeout is the healthy one; the stuck one reports nothing.
     if stuck and "timed out" in reason.lower():
         hang = f"rank {stuck[0]} does not answer: rank {name} timed out waiting for it"
         return RankError(f"{hang}:\n{report}", f"{hang} ({reason})")
-    return RankError(f"rank {name} failed:\n{report}", reason)
+    return RankError(f"rank {name} failed:\n{report}", reason, kind)

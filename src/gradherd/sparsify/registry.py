@@ -6,10 +6,10 @@ It imports no torch: an entry is imported when it is looked up.
 """
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradherd.lazy import LazyRegistry
+from gradherd.lazy import BadMethod, LazyRegistry
 
 if TYPE_CHECKING:
     from gradherd.sparsify.selector import Selector
@@ -36,7 +36,7 @@ def takes_density(name: str) -> bool:
     >>> takes_density("dense"), takes_density("exdyna")
     (False, True)
     """
-    return SPARSIFIERS.find(name)().density < 1
+    return bool(_with_defaults(name).density < 1)
 
 
 def setting_names(name: str) -> tuple[str, ...]:
@@ -45,5 +45,19 @@ def setting_names(name: str) -> tuple[str, ...]:
     >>> setting_names("micro"), setting_names("topk")
     (('threshold', 'capacity'), ())
     """
-    method: Any = SPARSIFIERS.find(name)
-    return tuple(field.name for field in fields(method) if field.name != "density")
+    return tuple(one.name for one in fields(_with_defaults(name)) if one.name != "density")
+
+
+def _with_defaults(name: str) -> Any:
+    make: Any = SPARSIFIERS.find(name)
+    try:
+        method = make()
+    except TypeError as error:
+        raise BadMethod(
+            f"sparsifier {name!r} must be a class whose fields all have defaults: {error}"
+        ) from None
+    if not is_dataclass(method) or not hasattr(method, "density"):
+        raise BadMethod(
+            f"sparsifier {name!r} must be a dataclass with a field density, got {make!r}"
+        )
+    return method

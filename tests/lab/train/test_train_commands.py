@@ -66,11 +66,14 @@ def test_a_task_that_returns_the_wrong_thing_is_told_so_in_a_sentence(capsys, tm
         ("VectorLoss", "loss() must return one number, .*, got a tensor of shape (48,)"),
         ("TupleLoss", "loss() must return one number, .*, got a tuple"),
         ("TupleSplit", "load() must return a gradherd.lab.tasks.Split, got a tuple"),
+        ("DatasetSplit", "train must be a tuple of tensors, .*, got a TensorDataset"),
+        ("ShortLoss", "loss(model, *train) must be possible, with 3 arguments: too many"),
+        ("NoNumber", "metric() must return one number, got a NoneType"),
     ):
         args = ["train", f"{HERE}:{name}", *SMALL, "--out", tmp_path / name, *virtual]
         code, _, err = run(capsys, *args)
         (line,) = err.strip().splitlines()
-        assert code == 1 and re.search(re.escape(says).replace(r"\.\*", ".*"), line), line
+        assert code == 2 and re.search(re.escape(says).replace(r"\.\*", ".*"), line), line
 
 
 def test_tuning_under_torchrun_joins_its_group_once(capsys, tmp_path, monkeypatch):

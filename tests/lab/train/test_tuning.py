@@ -89,4 +89,7 @@ def test_a_run_that_has_diverged_says_what_to_try():
     risen = dataclasses.replace(
         fine, status="done", density=0.1, sparsify="topk", epochs=[row(train_loss=3.0)]
     )
-    assert "rose from 2 to 3" in what_to_try(risen) and "--momentum 0" in what_to_try(risen)
+    assert "has not improved: its loss rose from 2 to 3;" in what_to_try(risen)
+    assert "--momentum 0" in what_to_try(risen)
+    far = dataclasses.replace(risen, epochs=[row(train_loss=5.0)])
+    assert "has diverged: its loss rose from 2 to 5;" in what_to_try(far)

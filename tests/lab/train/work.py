@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from gradherd.comm.world import World
 from gradherd.lab.tasks.digits import Digits
@@ -209,6 +210,37 @@ class TupleSplit(Digits):
     def load(self, data_dir=None, limit=None):
         split = super().load(data_dir, limit)
         return split.train, split.test
+
+
+@dataclass(frozen=True)
+class DatasetSplit(Digits):
+    """Its columns are a data set."""
+
+    name: ClassVar = "dataset-split"
+
+    def load(self, data_dir=None, limit=None):
+        split = super().load(data_dir, limit)
+        return Split(TensorDataset(*split.train), TensorDataset(*split.test))
+
+
+@dataclass(frozen=True)
+class ShortLoss(Digits):
+    """Its loss takes no labels."""
+
+    name: ClassVar = "short-loss"
+
+    def loss(self, model, inputs):
+        return model(inputs).mean()
+
+
+@dataclass(frozen=True)
+class NoNumber(Digits):
+    """Its metric forgets to return what it computes."""
+
+    name: ClassVar = "no-number"
+
+    def metric(self, model, *tensors):
+        super().metric(model, *tensors)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from gradherd.lab.tasks.digits import Digits, DigitsMLP
 from gradherd.lab.tasks.hmda import HMDA
 from gradherd.lab.tasks.images import Cifar10LeNet, Cifar10ResNet18, FashionLeNet
 from gradherd.lab.tasks.language import WikiText2GPT2
-from gradherd.lab.tasks.task import REQUIRED, Defaults, Task, as_task
+from gradherd.lab.tasks.task import REQUIRED, Defaults, Task, as_task, check_call
 from gradherd.lab.text import printable
 
 TASKS: dict[str, Callable[[], Task]] = {
@@ -86,6 +86,8 @@ def _from_file(name: str) -> Task:
             f"task {name!r}: {class_name}.defaults must be gradherd.lab.tasks.Defaults, "
             f"got {type(task.defaults).__name__}"
         )
+    check_call(task, "load(data_dir, limit)", None, None)
+    check_call(task, "model()")
     return as_task(task)
 
 

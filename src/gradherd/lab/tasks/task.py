@@ -1,5 +1,6 @@
 """The interface of a task: its data, its model, its loss and metric, and its default settings."""
 
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,13 +12,14 @@ from torch import Tensor, nn
 from gradherd.comm.checks import check_whole
 from gradherd.lab.tasks.defaults import Defaults as Defaults
 from gradherd.lab.tasks.metrics import accuracy
+from gradherd.lab.text import counted
 
 Tensors = tuple[Tensor, ...]
 """Tensors with one entry per example along the first dimension."""
 
 
-class BadTask(RuntimeError):
-    """A task does not do what it must; one sentence says what."""
+class BadTask(ValueError):
+    """A task does not do what it must: wrong input; one sentence says what."""
 
 
 class UnsuitableSettings(ValueError):
@@ -35,10 +37,16 @@ class Split:
 
     def __post_init__(self) -> None:
         for name, tensors in (("train", self.train), ("test", self.test)):
+            columns = isinstance(tensors, tuple | list)
+            if not columns or not all(isinstance(one, Tensor) for one in tensors):
+                raise BadTask(
+                    f"{name} must be a tuple of tensors, one for each column, got a "
+                    f"{type(tensors).__name__}"
+                )
             sizes = [len(tensor) for tensor in tensors]
             # An empty part would only fail in the first mean over its examples.
             if len(set(sizes)) != 1 or sizes[0] == 0:
-                raise ValueError(
+                raise BadTask(
                     f"{name} needs tensors of one length, at least 1, got lengths {sizes}"
                 )
 
@@ -191,7 +199,26 @@ def load_split(task: Task, data_dir: Path | None, limit: int | None) -> Split:
             f"task {task.name!r}: load() must return a gradherd.lab.tasks.Split, "
             f"got a {type(split).__name__}"
         )
+    check_call(task, "loss(model, *train)", None, *split.train)
+    check_call(task, "metric(model, *test)", None, *split.test)
     return split
+
+
+def check_call(task: Task, call: str, *arguments: object) -> None:
+    """Raise BadTask unless a task has a method that can be called like that."""
+    member = call.partition("(")[0]
+    method: object = getattr(task, member)
+    if not callable(method):
+        raise BadTask(
+            f"task {task.name!r}: {member} must be a method, got a {type(method).__name__}"
+        )
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError as error:
+        raise BadTask(
+            f"task {task.name!r}: {call} must be possible, with "
+            f"{counted(len(arguments), 'argument')}: {error}"
+        ) from None
 
 
 def check_loss(task: Task, loss: object) -> None:
@@ -203,6 +230,16 @@ def check_loss(task: Task, loss: object) -> None:
         f"task {task.name!r}: loss() must return one number, the mean over the examples of a "
         f"batch, got a {shape or type(loss).__name__}"
     )
+
+
+def as_metric(task: Task, value: Any) -> float:
+    """Return what the metric of a task returned as a number; raise BadTask if it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+        raise BadTask(
+            f"task {task.name!r}: metric() must return one number, got a {type(value).__name__}"
+        ) from None
 
 
 def check_limit(limit: int | None) -> None:

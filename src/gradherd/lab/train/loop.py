@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from gradherd.lab.tasks.task import BadTask, Split, Task
+from gradherd.lab.tasks.task import Split, Task
 from gradherd.lab.train.checkpoint import RunStopped
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import hardware, versions
@@ -23,7 +23,7 @@ from gradherd.lab.train.trainer import Trainer
 METRICS_FILE = "metrics.jsonl"
 
 
-class BadStart(BadTask):
+class BadStart(RuntimeError):
     """The loss is not finite before the first step: a defect of the task, not of a run."""
 
 

@@ -85,12 +85,13 @@ class CheckpointOptions:
 
 
 def check_suitable(configs: Sequence[RunConfig], data_dir: Path | None = None) -> None:
-    """Raise UnsuitableSettings if a run would be refused once its examples are loaded.
+    """Raise ValueError if a run would be refused once its examples are loaded.
 
     They are loaded for this if the task carries a state: what it takes depends on their number.
     """
     task, examples = find_task(configs[0].task), dict[int | None, int]()
     for config in configs:
+        make_policy(config.order)  # BadMethod here, and not on every rank
         if config.augment and not augments(task):
             raise UnsuitableSettings(f"task {task.name!r} has no augmentation: leave out augment")
     if not carries_state(task):

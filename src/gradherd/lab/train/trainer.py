@@ -18,6 +18,7 @@ from gradherd.lab.tasks.task import (
     Task,
     Tensors,
     UnsuitableSettings,
+    as_metric,
     augments,
     carries_state,
     check_loss,
@@ -283,5 +284,9 @@ def evaluate(
     world = World.single() if world is None else world
     chunk = evaluation_chunk(task, model, config.batch_size)
     loss = full_loss(task, model, split.train, world, chunk)
-    metric = None if world.rank else float(task.metric(model, *split.test))
+    metric = None
+    if not world.rank:
+        # A metric that forgets to would count its examples in the statistics of batch norms.
+        with eval_mode(model):
+            metric = as_metric(task, task.metric(model, *split.test))
     return Evaluation(loss, finite_or_none(metric))

@@ -113,24 +113,21 @@ def with_rates(
 
 
 def what_to_try(record: RunRecord) -> str | None:
-    """Return what to do about a run that has diverged; None if it has not.
+    """Return what to do about a run that ends above where it began; None if it does not.
 
-    A run whose loss is not finite has diverged, and so has one that ends above where it began.
+    It has diverged if its loss is not finite, or more than twice what it was.
     """
     last = record.epochs[-1].train_loss if record.epochs else None
     start = record.start_loss
     if record.status != "diverged" and (last is None or start is None or last <= start):
         return None
-    how = (
-        "its loss is not finite"
-        if last is None
-        else f"its loss rose from {start:.3g} to {last:.3g}"
-    )
+    how = "has diverged: its loss is not finite"
+    if last is not None and start is not None:
+        end = "diverged" if last > 2 * abs(start) else "not improved"
+        how = f"has {end}: its loss rose from {start:.3g} to {last:.3g}"
     lr, momentum = record.config.get("lr", 0.0), record.config.get("momentum")
     sparse = record.density is not None and " every " not in record.sparsify
     advice = f"try --lr {lr / 3:.2g}, or --lr-warmup 0.05"
     if sparse and momentum:
         advice += ", or --momentum 0: a sparse exchange repeats what momentum repeats already"
-    return (
-        f"{record.order} with {record.sparsify}, seed {record.seed}, has diverged: {how}; {advice}"
-    )
+    return f"{record.order} with {record.sparsify}, seed {record.seed}, {how}; {advice}"
