@@ -1,5 +1,6 @@
 """Loops with a mistake in them, on ranks."""
 
+import contextlib
 import logging
 
 import torch
@@ -68,6 +69,25 @@ def said_of_an_epoch(unit):
         loss = model(x).square().mean()
         (loss * torch.nan if (dist.get_rank(), step) == (1, 2) else loss).backward()
         model.zero_grad()
+    herd.detach()
+    return messages
+
+
+def zeroed_gradients(how):
+    """Return what is said of three epochs of six batches whose gradients are cleared so."""
+    messages, data = log_of_this_rank(), TensorDataset(torch.randn(48, 3))
+    model, order = DDP(nn.Linear(3, 1)), OrderedSampler(data, "cd-grab", batch_size=4, unit=4)
+    herd, step = attach(model, order=order), 0
+    for _ in range(3):
+        for (x,) in DataLoader(data, batch_size=4, sampler=order):
+            step += 1
+            quiet = how == "accumulated under no_sync" and step % 2
+            with model.no_sync() if quiet else contextlib.nullcontext():
+                model(x).square().mean().backward()
+            if how in ("zeros", "none"):
+                model.zero_grad(set_to_none=how == "none")
+            elif how == "accumulated under no_sync" and not quiet:
+                model.zero_grad(set_to_none=False)
     herd.detach()
     return messages
 

@@ -60,6 +60,17 @@ def test_one_batch_of_an_epoch_on_one_of_two_ranks_is_said(unit):
     assert second == []
 
 
+@pytest.mark.parametrize("how", ["zeros", "none", "kept", "accumulated under no_sync"])
+def test_zeros_in_place_of_no_gradients_are_said_to_cost_bytes(how):
+    first, second = run_ranks(mistake_work.zeroed_gradients, 2, how)
+    assert second == []
+    if how == "zeros":
+        (line,) = first
+        assert "zero_grad(set_to_none=False)" in line and "leave set_to_none out" in line
+    else:
+        assert first == []
+
+
 def test_finite_gradients_are_not_called_otherwise(caplog):
     with caplog.at_level(logging.WARNING):
         train(3, 1, "exact", spoiled=())

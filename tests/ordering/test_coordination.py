@@ -7,7 +7,7 @@ from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.lab.ranks import run_ranks
 from gradherd.ordering import Ordering
 from gradherd.ordering.batches import BatchClaim
-from gradherd.ordering.coordination import RowGatherer, observe_gathered
+from gradherd.ordering.coordination import RowGatherer, observe_gathered, observe_slices
 from gradherd.ordering.policy import ShardedRows
 from gradherd.ordering.registry import make_policy
 from tests.attach import attach_work
@@ -151,3 +151,14 @@ def test_rows_of_an_epoch_that_is_over_are_dropped():
     sampler.end_epoch()
     gather.flush()
     assert (sampler.ordering.epoch, sampler.ordering.steps) == (1, 0)
+
+
+def test_slices_of_an_epoch_that_is_over_are_dropped():
+    sampler, released = sampler_of(8, batch=1), []
+    script = observe_slices(
+        sampler, (torch.randn(1, 4),), BatchClaim(0, 0, 1, 1), release=released.append
+    )
+    sampler.end_epoch()
+    run_together([script])
+    assert (sampler.ordering.epoch, sampler.ordering.steps) == (1, 0)
+    assert released == [None]

@@ -23,6 +23,7 @@ back, and training waits.
 Shapes: R ranks, C columns of this rank over all parameters.
 """
 
+import logging
 import math
 import time
 import weakref
@@ -54,6 +55,10 @@ from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import observe_slices
 from gradherd.ordering.sampler import OrderedSampler
 
+log = logging.getLogger("gradherd")
+
+_STALE_BACKWARDS = 8
+"""Averaged backwards in a row that find gradients, after which the loop is told if they are zero."""
 Release = Callable[[Tensor | None], None]
 """Says that slices were read, and may be overwritten, or which memory may be instead."""
 
@@ -151,7 +156,7 @@ class SlicedTransport(RankTransport):
             if not comparison.same or not comparison.finite:
                 self._in_step.pass_over(claim, comparison)
             elif claim is not None:
-                script = observe_slices(self._sampler, rows, first=claim.step, release=release)
+                script = observe_slices(self._sampler, rows, claim, release=release)
                 self._sign_bytes += run(script, self._side).bytes
         finally:
             release(None)
@@ -221,6 +226,7 @@ class CoordinatedHook(SlicedTransport, BucketHook):
         self._pieces: tuple[list[Tensor], list[Tensor]] = ([], [])  # of one vector, of the buckets
         self._mean = SlicedMean(world)
         self._rows: Columns | None = None  # of a backward that came with its buckets
+        self._stale, self._warned = 0, False  # averaged backwards in a row with old gradients
         BucketHook.__init__(self, ddp, world)  # last: if something above fails, DDP is as it was
 
     def _one_bucket_layout(self) -> ColumnLayout:
@@ -236,7 +242,22 @@ class CoordinatedHook(SlicedTransport, BucketHook):
 
     def _comes_alone(self) -> bool:
         ddp, fresh = self._ddp(), all(parameter.grad is None for parameter in self._parameters)
-        return fresh and ddp is not None and ddp.require_backward_grad_sync
+        if ddp is None or not ddp.require_backward_grad_sync:
+            return False
+        self._stale = 0 if fresh else self._stale + 1
+        if self._stale == _STALE_BACKWARDS and self.world.rank == 0 and not self._warned:
+            self._warn_of_zeros()
+        return fresh
+
+    def _warn_of_zeros(self) -> None:
+        """Say what keeps averaging from delivering the slices, if it is zeros. Looks once."""
+        self._warned = True
+        if not any(p.grad is not None and bool(p.grad.any()) for p in self._parameters):
+            log.warning(
+                "zero_grad(set_to_none=False) leaves zeros where no gradient should be, so every "
+                "batch is exchanged once more for its order, for half as many bytes again: leave "
+                "set_to_none out"
+            )
 
     def collects(self) -> bool:
         """Return whether the buckets hold the gradient of this backward alone."""

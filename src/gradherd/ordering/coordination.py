@@ -101,8 +101,8 @@ def observe_gathered(
 def observe_slices(
     learner: Learner,
     slices: Sequence[Tensor],
+    claim: BatchClaim | None = None,
     *,
-    first: int | None = None,
     release: Callable[[Tensor | None], None] | None = None,
 ) -> Script[None]:
     """Learn from a batch of every worker, of which this rank holds a slice of the columns.
@@ -111,12 +111,15 @@ def observe_slices(
         learner: What learns.
         slices: (R, c) blocks of columns of every worker's gradient; all columns where one script
             serves all workers.
-        first: Time step of the batch.
+        claim: The unit of the batch; the next one by default.
         release: Called when the slices were read, maybe long before all is learned; see
             `ShardedRows`.
     """
     rows = ShardedRows(tuple(block.unsqueeze(0) for block in slices), release)
-    yield from learner.learn(rows, first=first)
+    if claim is None:
+        yield from learner.learn(rows)
+    elif claim.epoch == learner.epoch:  # Slices of an epoch that is over come too late.
+        yield from learner.learn(rows, first=claim.step)
     if release is not None:
         release(None)
 
