@@ -57,8 +57,8 @@ from gradherd.ordering.sampler import OrderedSampler
 
 log = logging.getLogger("gradherd")
 
+# Averaged backwards in a row that find old gradients, before the loop is told if these are zero.
 _STALE_BACKWARDS = 8
-"""Averaged backwards in a row that find gradients, after which the loop is told if they are zero."""
 Release = Callable[[Tensor | None], None]
 """Says that slices were read, and may be overwritten, or which memory may be instead."""
 
