@@ -39,9 +39,9 @@ from gradherd.lab.train.optimizers import (
 )
 from gradherd.lab.train.trainer import (
     EpochCounters,
-    EpochExamples,
     Evaluation,
     StepCallback,
+    Trainer,
     TrainingLoss,
     evaluate,
 )
@@ -101,22 +101,17 @@ class MeanHook(BucketHook):
             buffer.copy_(flat)
 
 
-class RankTrainer:
+class RankTrainer(Trainer):
     """One rank of a DDP training with gradherd attached: the loop that a user would write."""
 
     def __init__(self, config: RunConfig, task: Task, split: Split, world: World) -> None:
-        self._config, self._task, self._world = config, task, world
-        self._device = torch.device(config.device)
-        self._split = split.to(self._device)
-        # The same weights on every rank.
-        torch.manual_seed(config.seed)
-        self.model = task.model().to(self._device)
+        super().__init__(config, task, split)
+        self._world = world
         # From here on every rank draws its own random numbers, such as dropout masks.
         torch.manual_seed(worker_seed(config.seed, world.rank))
         # With local steps every rank trains on its own between two exchanges.
         self._module: Any = self.model if config.local_steps is not None else DDP(self.model)
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self._examples = EpochExamples(config, task, self._split.train)
         self._loss = TrainingLoss(config, task, len(split.train[0]), workers=1)
         dataset = TensorDataset(*self._examples.tensors)
         self.sampler = OrderedSampler(

@@ -28,9 +28,9 @@ from gradherd.lab.train.optimizers import FunctionalOptimizer
 from gradherd.lab.train.stacked_step import StackedStep
 from gradherd.lab.train.trainer import (
     EpochCounters,
-    EpochExamples,
     Evaluation,
     StepCallback,
+    Trainer,
     evaluate,
 )
 from gradherd.lab.train.virtual_trainer import VirtualCoordination, make_ordering, row_settings
@@ -215,21 +215,18 @@ def _units(config: RunConfig) -> int:
 _MAX_STEPS, _MAX_ELEMENTS, _MAX_GPU_ELEMENTS = 512, 8_000_000, 1 << 30
 
 
-class StackedTrainer:
+class StackedTrainer(Trainer):
     """Trains S runs of R workers each; settings may differ as `stack_runs` allows."""
 
     def __init__(self, configs: Sequence[RunConfig], task: Task, split: Split) -> None:
         """Build a model of each run; runs whose orders need rows come last."""
-        self._configs, self._task = list(configs), task
-        first, device = self._configs[0], torch.device(configs[0].device)
-        self._split = split.to(device)
         # Stacks of augmented runs have one seed.
-        self._examples = EpochExamples(first, task, self._split.train)
-        initial = []
+        super().__init__(configs[0], task, split)
+        self._configs, first, initial = list(configs), configs[0], []
         for config in self._configs:
             # Each run starts from the weights that it would have alone.
             torch.manual_seed(config.seed)
-            self.model = task.model().to(device)
+            self.model = task.model().to(self._device)
             initial.append(nn.utils.parameters_to_vector(self.model.parameters()).detach())
         self._parameters = torch.stack(initial)
         size = self._size = self._parameters.shape[1]
@@ -382,9 +379,6 @@ class StackedTrainer:
             nn.utils.vector_to_parameters(flat, self.model.parameters())
             evaluations.append(evaluate(self._configs[0], self._task, self.model, self._split))
         return evaluations
-
-    def close(self) -> None:
-        """Do nothing: there are no hooks, and no reference cycle keeps memory alive."""
 
 
 def make_sketch(

@@ -2,9 +2,10 @@
 
 import contextlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -114,29 +115,31 @@ StepCallback = Callable[..., None]
 """Is called after training steps, with their number if it is not 1."""
 
 
-class Trainer(Protocol):
+class Trainer(ABC):
     """Trains one or more runs side by side, an epoch at a time."""
 
-    model: nn.Module
-    """A model of the task; where several runs are trained, a template."""
     series: list[BinnedSeries]
     """Densities of all steps so far, for each run."""
 
+    def __init__(self, config: RunConfig, task: Task, split: Split) -> None:
+        """Put the examples where they are needed, and build the model from the seed of the run."""
+        self._config, self._task, self._device = config, task, torch.device(config.device)
+        self._split = split.to(self._device)
+        self._examples = EpochExamples(config, task, self._split.train)
+        torch.manual_seed(config.seed)
+        self.model = task.model().to(self._device)
+        """A model of the task; where several runs are trained, a template."""
+
+    @abstractmethod
     def train_epoch(self, number: int, on_step: StepCallback) -> list[EpochCounters]:
-        """Train one epoch.
+        """Train one epoch; return what it has cost, for each run."""
 
-        Returns:
-            What the epoch has cost, for each run.
-        """
-        ...
-
+    @abstractmethod
     def evaluate(self) -> list[Evaluation]:
         """Evaluate the current model of each run."""
-        ...
 
     def close(self) -> None:
-        """Release models, hooks and graphs."""
-        ...
+        """Release hooks and graphs, if there are any."""
 
 
 class EpochExamples:

@@ -30,9 +30,9 @@ from gradherd.lab.train.optimizers import flat_grad, get_rng_states, set_rng_sta
 from gradherd.lab.train.stacked_step import FunctionalModel
 from gradherd.lab.train.trainer import (
     EpochCounters,
-    EpochExamples,
     Evaluation,
     StepCallback,
+    Trainer,
     TrainingLoss,
     evaluate,
     passes,
@@ -235,7 +235,7 @@ class GradientsOnStreams:
         torch.cat(flat, out=out)
 
 
-class VirtualTrainer:
+class VirtualTrainer(Trainer):
     """Trains the R workers of one run, one after the other, on one model or on one each.
 
     On a GPU the forward and backward passes of all workers in a step are replayed as one CUDA
@@ -246,14 +246,9 @@ class VirtualTrainer:
         self, config: RunConfig, task: Task, split: Split, *, capture: bool = True
     ) -> None:
         """Build the model; `capture` allows CUDA graphs, which only change the speed."""
-        self._config, self._task = config, task
-        device = self._device = torch.device(config.device)
-        self._split = split.to(device)
-        self._examples = EpochExamples(config, task, self._split.train)
+        super().__init__(config, task, split)
+        device = self._device
         self._loss = TrainingLoss(config, task, len(split.train[0]), config.workers)
-        # As on real ranks: the model comes from the seed of the run, workers get their own after.
-        torch.manual_seed(config.seed)
-        self.model = task.model().to(device)
         make_exchange = SharedModel if config.local_steps is None else LocalModels
         self.exchange: VirtualExchange = make_exchange(config, self.model)
         exchange = self.exchange
