@@ -37,11 +37,7 @@ def parse_seconds(text: str) -> float:
     >>> parse_seconds("50us"), parse_seconds("80 ms"), parse_seconds("0.1")
     (5e-05, 0.08, 0.1)
     """
-    match = re.fullmatch(rf"{_NUMBER}\s*(\w*)", text.strip(), re.IGNORECASE)
-    if match is None or match[2].lower() not in _SECONDS:
-        raise ValueError(f"{text!r} is not a time: write 80ms, 50us or 0.1 (seconds)")
-    # Rounded, so that 50us is 5e-05 and not 4.9999999999999996e-05.
-    value = float(f"{float(match[1]) * _SECONDS[match[2].lower()]:.12g}")
+    value = _scaled_number(text, _SECONDS, "a time: write 80ms, 50us or 0.1 (seconds)")
     return _positive(value, text) if value else 0.0
 
 
@@ -51,13 +47,18 @@ def parse_count(text: str) -> float:
     >>> parse_count("7B") == parse_count("7e9"), parse_count("25M")
     (True, 25000000.0)
     """
-    match = re.fullmatch(rf"{_NUMBER}\s*([kmbgt]?)", text.strip(), re.IGNORECASE)
-    if match is None:
-        raise ValueError(f"{text!r} is not a number of parameters: write 25M, 7B or 7e9")
-    value = _positive(float(match[1]) * _COUNTS[match[2].lower()], text)
-    if value > _MOST_PARAMETERS:
+    value = _scaled_number(text, _COUNTS, "a number of parameters: write 25M, 7B or 7e9")
+    if _positive(value, text) > _MOST_PARAMETERS:
         raise ValueError(f"{text!r} must be at most {_MOST_PARAMETERS:g} parameters")
     return value
+
+
+def _scaled_number(text: str, units: dict[str, float], what: str) -> float:
+    match = re.fullmatch(rf"{_NUMBER}\s*(\w*)", text.strip(), re.IGNORECASE)
+    if match is None or match[2].lower() not in units:
+        raise ValueError(f"{text!r} is not {what}")
+    # Rounded, so that 50us is 5e-05 and not 4.9999999999999996e-05.
+    return float(f"{float(match[1]) * units[match[2].lower()]:.15g}")
 
 
 def _positive(value: float, text: str) -> float:

@@ -178,16 +178,10 @@ class _PartitionPlan(NamedTuple):
     """How many these are."""
     most: int
     """M. Offers that a short partition lacks are filled up, and left out by all workers."""
-
-    @property
-    def offered(self) -> list[int]:
-        """How many coordinates each worker offers."""
-        return [min(self.most, length) for length in self.lengths]
-
-    @property
-    def reach(self) -> int:
-        """Length of the longest partition: headers must have the same length everywhere."""
-        return max(self.lengths)
+    offered: list[int]
+    """How many coordinates each worker offers."""
+    reach: int
+    """Length of the longest partition: headers must have the same length everywhere."""
 
 
 @lru_cache(maxsize=8)  # It is asked for twice in a step, by each worker of a process.
@@ -199,7 +193,9 @@ def _partition_plan(
     spans = list(pairwise(rule.blocks.bounds(cuts)))
     spans = [*spans[turn:], *spans[:turn]]
     lengths = [end - first for first, end in spans]
-    return _PartitionPlan(rule, turn, spans, lengths, consensus.capacity(rule.capacity, k, lengths))
+    most = consensus.capacity(rule.capacity, k, lengths)
+    offered = [min(most, length) for length in lengths]
+    return _PartitionPlan(rule, turn, spans, lengths, most, offered, max(lengths))
 
 
 def largest(part: Tensor, candidates: Tensor, count: int, most: int) -> tuple[Tensor, Tensor]:
