@@ -92,8 +92,7 @@ def train_runs(
     job = (list(configs), out, options.data_dir, saving, quiet)
     try:
         if configs[0].virtual:
-            # One thread: small steps gain nothing from more, and results equal those of ranks to
-            # the bit.
+            # One thread, as a rank has: small steps gain nothing from more.
             torch.set_num_threads(1)
             return train_on_this_rank(*job)
         if under_torchrun():

@@ -98,7 +98,8 @@ class StudyKind(ABC):
 class CompareStudy(StudyKind):
     """Trains: arms are orders, sparsifiers and settings of one task.
 
-    All workers of a run share one process: losses, orders and bytes equal those of real workers.
+    All workers of a run share one process: bytes equal those of real workers, losses do up to
+    rounding, after which orders may differ.
     """
 
     # What is left out belongs to one run or one machine, not to an arm.
@@ -140,7 +141,7 @@ class CompareStudy(StudyKind):
         """Train the runs of a batch."""
         configs = [_config(run, context) for run in runs]
         threads = torch.get_num_threads()
-        # Small steps gain nothing from threads, and results stay equal to those of real ranks.
+        # Small steps gain nothing from threads, and sums stay in the order of those of real ranks.
         torch.set_num_threads(1)
         try:
             records = run_all(

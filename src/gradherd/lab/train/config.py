@@ -79,7 +79,8 @@ class RunConfig(Hyperparameters):
     limit: int | None = None
     """Use only this many examples of the training set and of the test set."""
     virtual: bool = False
-    """Run all workers in this process: the same results, and room for a thousand workers."""
+    """Run all workers in this process: room for a thousand workers, and the same results up to
+    rounding, after which orders may differ."""
     device: str = "cpu"
     """cpu or cuda; cuda needs --virtual or torchrun."""
 
