@@ -57,7 +57,8 @@ real data. `python -m studies.evidence` writes these pages from `studies/*.toml`
 
 Figures in brackets are 95 % intervals, those after ± one standard deviation over seeds. Bands in
 charts show the range over all seeds. In studies that train, all workers share one process: bytes
-equal those of real workers, losses do up to rounding, after which orders may differ; seconds do not.
+equal those of real workers, losses do up to rounding, after which orders may differ; seconds do
+not.
 """
 THEMES = ("ordering", "open", "sparsifying", "together")
 """Sections of the list of studies, in page order."""

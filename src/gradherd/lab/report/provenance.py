@@ -124,8 +124,8 @@ def _environment(arms: Sequence[ArmSummary]) -> Iterator[str]:
 def _virtual(arms: Sequence[ArmSummary]) -> Iterator[str]:
     if any(run.config.get("virtual") is True for arm in arms for run in arm.runs):
         yield (
-            "All workers ran inside one process: bytes equal those of real workers, losses do up to "
-            "rounding, after which orders may differ; seconds do not."
+            "All workers ran inside one process: bytes equal those of real workers, losses do up "
+            "to rounding, after which orders may differ; seconds do not."
         )
 
 
