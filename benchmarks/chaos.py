@@ -198,7 +198,7 @@ def train_sharded(
     loader = DataLoader(data, batch_size=batch, sampler=sampler)
     herd = gh.attach(model, order=sampler)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum)
-    loss_of, at = TrainingLoss(config, task, len(data), 1), torch.zeros(2, dtype=torch.long)
+    loss_of, at = TrainingLoss(config, task, len(data), 1), torch.zeros(1, dtype=torch.long)
     folder, ranks = out / CHECKPOINT_FOLDER, torch.tensor([world.size])
     total = math.nan
     if resume:
@@ -210,8 +210,9 @@ def train_sharded(
             model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"]
         )
         ranks.fill_(world.size)
-    first, step = at.tolist()
-    for epoch in range(first, config.epochs):
+    step = int(at)
+    # Not an epoch that the loop has counted: saved behind its last batch, it is over.
+    for epoch in range(sampler.epoch, config.epochs):
         sampler.set_epoch(epoch)
         for examples in herd.batches(loader):
             loss = loss_of(model, *examples)
@@ -221,7 +222,7 @@ def train_sharded(
             total, step = loss.item(), step + 1
             progress.step()
             if step % every == 0:
-                at.copy_(torch.tensor([epoch, step]))
+                at.fill_(step)
                 parts = dict(
                     zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True)
                 )

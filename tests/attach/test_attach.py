@@ -1,6 +1,7 @@
 import copy
 import gc
 import time
+import warnings
 
 import pytest
 import torch
@@ -711,3 +712,27 @@ def test_an_order_that_is_no_sampler_is_named(order):
         ValueError, match=r"order must be the OrderedSampler of the .* got .*: make"
     ):
         attach(nn.Linear(2, 2), order=order)
+
+
+def test_a_state_saved_behind_the_last_batch():
+    """A loop that begins at `sampler.epoch` goes on; one that names the epoch again is told."""
+    dataset = examples(20)
+    states = []
+    for _ in range(2):
+        net, sampler = network(), OrderedSampler(dataset, "grab", batch_size=4)
+        herd = attach(net, order=sampler, rows="exact")
+        if states:
+            break
+        sampler.set_epoch(0)
+        for x, y in DataLoader(dataset, batch_size=4, sampler=sampler):
+            F.cross_entropy(net(x), y).backward()
+            torch.optim.SGD(net.parameters(), lr=0.0).step()
+        states.append(herd.state_dict())
+    herd.load_state_dict(states[0])
+    assert sampler.epoch == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sampler.set_epoch(1)
+    herd.load_state_dict(states[0])
+    with pytest.warns(UserWarning, match="begin at sampler.epoch"):
+        sampler.set_epoch(0)

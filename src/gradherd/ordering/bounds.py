@@ -110,7 +110,9 @@ class HerdingWatch:
         """
         if complete and self._begun and self._sums:
             sums = torch.cat(self._sums)
-            share = (torch.cat(self._counts).double() / max(self._count, 1)).to(sums.device)
+            share = torch.cat(self._counts).double() / max(self._count, 1)
+            if sums.is_cuda:  # else the copy waits for the GPU
+                share = share.pin_memory().to(sums.device, non_blocking=True)
             assert self._total is not None
             self.last = (sums - share.unsqueeze(1) * self._total).abs().amax()
         self._begun = False

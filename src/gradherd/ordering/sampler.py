@@ -279,6 +279,12 @@ class OrderedSampler(DistributedSampler[Any]):
         check_whole("epoch", epoch, 0)
         self._told.before_end()
         named, self._named_epoch = self._named_epoch, epoch
+        if named is None and self._resumed == (epoch + 1, 0) == (self.ordering.epoch, 0):
+            warnings.warn(
+                f"the loaded state was saved behind the last batch of epoch {epoch}, so the loop, "
+                "which names it again, trains one epoch more: begin at sampler.epoch",
+                stacklevel=2,
+            )
         if not self.ordering.policy.needs_rows:
             if epoch != self.ordering.epoch:
                 self.end_epoch(epoch)
