@@ -66,7 +66,7 @@ class SparseHook(BucketHook, GradientExchange):
         self._slices: dict[Tensor, slice] = {
             p: self.layout.slices[name] for name, p in parameters.items()
         }
-        self._flats: list[Tensor] = []  # the last buckets
+        self._flats: list[Tensor] = []  # the buckets of the exchange that runs
         self._placement: Placement | None = None  # of the parameters in them
         self._present: set[str] = set()  # their names
         # Which parameters a backward has used must be read on the host, once per step.
@@ -122,16 +122,18 @@ class SparseHook(BucketHook, GradientExchange):
             self._take_clipped(buckets, self._clip)
         if self.learn(buckets):
             self._place(buckets)
-        self._flats = [bucket.buffer() for bucket in buckets]
+        flats = self._flats = [bucket.buffer() for bucket in buckets]
         if self._steps is None:
             self._run(self._present, None if self._usage is None else self._usage.take())
-            return
-        for number, bucket in self._late:
-            self._steps.add(number, bucket.buffer())
-        sent = self._steps.exchange(self._flats, self.world)
-        self.total_bytes += sent
-        self._metrics = {"bytes": sent}
-        self._look_back()
+        else:
+            for number, bucket in self._late:
+                self._steps.add(number, bucket.buffer())
+            sent = self._steps.exchange(flats, self.world)
+            self.total_bytes += sent
+            self._metrics = {"bytes": sent}
+            self._look_back()
+        # DDP replaces its first buckets: who holds on to them keeps a gradient's memory alive.
+        self._flats, self._late = [], []
 
     def _write(self, indices: Tensor, mean: Tensor, used: set[str]) -> Tensor:
         assert self._placement is not None
