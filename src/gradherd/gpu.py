@@ -3,7 +3,8 @@
 import gc
 import logging
 from collections.abc import Callable, Sequence
-from functools import cache
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -72,6 +73,16 @@ class Launch:
             *self._grid, stream, self._function, self._metadata, None, None, None,
             *memory, *self._numbers,
         )  # fmt: skip
+
+
+def this_stream(device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what another thread enters to work on this thread's stream of a device.
+
+    What it enqueues there comes after what this thread has enqueued, and before what comes next.
+    """
+    if device.type != "cuda":
+        return nullcontext
+    return partial(torch.cuda.stream, torch.cuda.current_stream(device))
 
 
 def captured(

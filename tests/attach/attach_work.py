@@ -8,6 +8,7 @@ import contextlib
 import copy
 import itertools
 import logging
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -504,3 +505,33 @@ def half_precision_without_some_gradients(together):
     orders = [order.tolist() for order in sampler.ordering.orders]
     herd.detach()
     return sampler.ordering.epoch, orders
+
+
+def where_batches_are_signed():
+    """Return in which threads a stream was asked for and used, and what was learned in it."""
+    found, learn = [], coordinated_hook.observe_slices
+
+    def fake_stream(device):
+        asked = threading.current_thread().name
+
+        @contextlib.contextmanager
+        def on_stream():
+            found.append((asked, threading.current_thread().name))
+            yield
+            found.append("left")
+
+        return on_stream
+
+    def watched(*args, **kwargs):
+        found.append("learned")
+        return learn(*args, **kwargs)
+
+    coordinated_hook.this_stream, coordinated_hook.observe_slices = fake_stream, watched
+    dataset = TensorDataset(torch.randn(8, 6))
+    model, sampler = DDP(nn.Linear(6, 1)), OrderedSampler(dataset, "cd-grab", batch_size=2, unit=2)
+    herd = attach(model, order=sampler)
+    for (x,) in DataLoader(dataset, batch_size=2, sampler=sampler):
+        model(x).mean().backward()
+        model.zero_grad()
+    herd.detach()
+    return found

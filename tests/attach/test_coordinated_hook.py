@@ -208,3 +208,9 @@ def test_gradients_may_be_cleared_anywhere_before_the_backward():
     }
     few = 4 * 8 * (2 + 3)  # four pairs: products of two vectors with the sum and each other
     assert sent == {where: [few, few] for where in sent}
+
+
+def test_signs_are_computed_on_the_stream_of_the_loop():
+    """Slices are written there: on another one they could be read before."""
+    for found in run_ranks(attach_work.where_batches_are_signed, 2):
+        assert found == [("MainThread", "gradherd-signs"), "learned", "left"] * 2

@@ -1,8 +1,10 @@
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from gradherd.comm import sliced_mean
 from gradherd.comm.sliced_mean import SlicedMean
 from gradherd.comm.world import World
 from gradherd.lab.ranks import run_ranks
@@ -93,3 +95,30 @@ def test_columns_of_several_buckets_are_not_copied():
         assert [block.shape for block in blocks] == [(1, 6), (1, 4)]
         places.append([block.data_ptr() for block in blocks])
     assert places[0] == places[1]
+
+
+def test_what_another_thread_reads_is_waited_for_on_the_device_of_the_columns(monkeypatch):
+    """A thread begins with cuda:0 as its device, wherever the model is."""
+    recorded, waited = [], []
+
+    class Stream:
+        def __init__(self, device):
+            self.device = device
+
+        def wait_event(self, event):
+            waited.append((self.device, event))
+
+    class Event:
+        def record(self, stream=None):
+            recorded.append((stream or current_stream()).device)
+
+    def current_stream(device=None):
+        return Stream(torch.device(device or "cuda:0"))
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    where = torch.device("cuda:1")
+    loan = sliced_mean._Loan({0: SimpleNamespace(device=where, is_cuda=True)})
+    loan.end(None)
+    loan.wait()
+    assert recorded == [where] and [device for device, _ in waited] == [where]

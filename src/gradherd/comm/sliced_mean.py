@@ -109,7 +109,7 @@ class _Loan:
 
     def __init__(self, buffers: dict[int, Tensor]) -> None:
         self._buffers = buffers
-        self._on_gpu = buffers[0].is_cuda
+        self._device = buffers[0].device
         self._ended = threading.Event()
         self._read: torch.cuda.Event | None = None
 
@@ -120,9 +120,10 @@ class _Loan:
         """
         if self._ended.is_set():
             return
-        if self._on_gpu:
+        if self._device.type == "cuda":
             self._read = torch.cuda.Event()
-            self._read.record()
+            # Not of the current device: another thread has cuda:0, wherever the columns are.
+            self._read.record(torch.cuda.current_stream(self._device))
         if instead is not None:
             self._buffers[0] = instead
         self._ended.set()
@@ -131,7 +132,7 @@ class _Loan:
         """Return when what reads the columns was enqueued; this stream waits for it to run."""
         self._ended.wait()
         if self._read is not None:
-            torch.cuda.current_stream().wait_event(self._read)
+            torch.cuda.current_stream(self._device).wait_event(self._read)
 
 
 class SlicedMean:

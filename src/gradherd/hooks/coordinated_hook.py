@@ -45,6 +45,7 @@ from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS, Columns, SlicedMean, 
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec
+from gradherd.gpu import this_stream
 from gradherd.hooks.bucket_hook import BucketHook
 from gradherd.hooks.fsdp_torch import ShardedGroup, ShardedParameter, sharded_groups
 from gradherd.hooks.layouts import BucketSpan, ColumnLayout, ShardSpan
@@ -136,8 +137,14 @@ class SlicedTransport(RankTransport):
         if loss_scale != 1:
             for block in rows:
                 block.div_(loss_scale)
+        on_stream = this_stream(self._device)  # The slices were written there.
+
+        def sign() -> None:
+            with on_stream():
+                self._sign(rows, claim, release)
+
         try:
-            self._thread.submit(partial(self._sign, rows, claim, release))
+            self._thread.submit(sign)
         except BaseException:  # of the batch before
             release(None)
             raise
