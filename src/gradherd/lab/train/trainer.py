@@ -261,7 +261,8 @@ def full_loss(
     if overrides(task, "whole_loss"):  # Its examples have to be read one after another.
         whole = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
         if not world.rank:
-            whole.fill_(task.whole_loss(model, *tensors))
+            with eval_mode(model):
+                whole.fill_(task.whole_loss(model, *tensors))
         return finite_or_none(float(all_reduce(whole, world).value))
     chunks = list(zip(*(tensor.split(chunk) for tensor in tensors), strict=True))
     sums = torch.zeros(len(chunks), dtype=torch.float64, device=tensors[0].device)
