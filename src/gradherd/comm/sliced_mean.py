@@ -32,8 +32,8 @@ from gradherd.comm.collectives import (
 )
 from gradherd.comm.world import World
 
-Columns: TypeAlias = tuple[Tensor, ...]
-"""(R, c) blocks of a rank's columns, side by side: a slice of each bucket, and what was left."""
+Slices: TypeAlias = tuple[Tensor, ...]
+"""(R, c) this rank's slice of each bucket of every rank, side by side, and what was left."""
 ONE_BUCKET_ELEMENTS = 2_000_000
 """Up to this many elements, sending one copy of all buckets is cheaper than one message each."""
 
@@ -105,7 +105,7 @@ class _Bucket(NamedTuple):
 
 
 class _Loan:
-    """Columns that are read by another thread, and on a GPU maybe on another stream."""
+    """Slices that are read by another thread, and on a GPU maybe on another stream."""
 
     def __init__(self, buffers: dict[int, Tensor]) -> None:
         self._buffers = buffers
@@ -114,7 +114,7 @@ class _Loan:
         self._read: torch.cuda.Event | None = None
 
     def end(self, instead: Tensor | None) -> None:
-        """Give the columns back, or, if they are one block, other memory of its shape.
+        """Give the slices back, or, if they are one block, other memory of its shape.
 
         Further calls do nothing.
         """
@@ -122,14 +122,14 @@ class _Loan:
             return
         if self._device.type == "cuda":
             self._read = torch.cuda.Event()
-            # Not of the current device: another thread has cuda:0, wherever the columns are.
+            # Not of the current device: another thread has cuda:0, wherever the slices are.
             self._read.record(torch.cuda.current_stream(self._device))
         if instead is not None:
             self._buffers[0] = instead
         self._ended.set()
 
     def wait(self) -> None:
-        """Return when what reads the columns was enqueued; this stream waits for it to run."""
+        """Return when what reads the slices was enqueued; this stream waits for it to run."""
         self._ended.wait()
         if self._read is not None:
             torch.cuda.current_stream(self._device).wait_event(self._read)
@@ -138,7 +138,7 @@ class _Loan:
 class SlicedMean:
     """Averages the buckets of one backward after the other, in memory that it reuses.
 
-    The columns that `finish` returns are not copied. They stay valid until the next bucket arrives,
+    The slices that `finish` returns are not copied. They stay valid until the next bucket arrives,
     or, after `lend`, until they are released: who reads them beside the training loop has the next
     exchange wait. Fresh memory would cost as much as the exchange, and a second set of buffers
     another gradient.
@@ -154,12 +154,12 @@ class SlicedMean:
         """Bytes that this rank has sent so far."""
 
     def lend(self) -> Callable[[Tensor | None], None]:
-        """Keep the columns of the last `finish` as they are until the returned function is called.
+        """Keep the slices of the last `finish` as they are until the returned function is called.
 
-        Any thread may call it; further calls do nothing. Who wants to keep the columns of a single
+        Any thread may call it; further calls do nothing. Who wants to keep the slices of a single
         bucket gives it other memory of their shape instead.
         """
-        # A new one each time: a late call for columns of an earlier backward releases no others.
+        # A new one each time: a late call for slices of an earlier backward releases no others.
         self._loan = _Loan(self._buffers)
         return self._loan.end
 
@@ -188,13 +188,13 @@ class SlicedMean:
         """Forget the buckets of a backward that broke off."""
         self._started = []
 
-    def finish(self) -> Columns:
+    def finish(self) -> Slices:
         """Wait for the slices and overwrite every bucket with its mean.
 
         Every element is averaged by one rank only, so all ranks get the same bits.
 
         Returns:
-            This rank's columns of every rank's vector, in at least float32.
+            This rank's slices of every rank's vector, in at least float32.
         """
         started, self._started = self._started, []
         ends = [bucket.flat[bucket.slices.value.numel() :] for bucket in started]
@@ -205,12 +205,12 @@ class SlicedMean:
             self.bytes += sent
         blocks = [bucket.slices.wait() for bucket in started]
         pending = self._start_write_back(started, blocks, tails)
-        rows = self._columns(blocks, ends, tails)
+        slices = self._with_ends(blocks, ends, tails)
         for gather in pending:
             gather.wait()
         self.bytes += sum(bucket.slices.bytes for bucket in started)
         self.bytes += sum(gather.bytes for gather in pending)
-        return rows
+        return slices
 
     def _start_write_back(
         self, buckets: Sequence[_Bucket], blocks: Sequence[Tensor], tails: Tensor | None
@@ -227,9 +227,9 @@ class SlicedMean:
             pending.append(all_gather_start(own, self._world, out=slots))
         return pending
 
-    def _columns(
+    def _with_ends(
         self, blocks: Sequence[Tensor], ends: Sequence[Tensor], tails: Tensor | None
-    ) -> Columns:
+    ) -> Slices:
         found, used, rank = [], 0, self._world.rank
         for block, end in zip(blocks, ends, strict=True):
             wide = torch.promote_types(block.dtype, torch.float32)

@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.collectives import all_to_all
 from gradherd.comm.script import run
-from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS, Columns, SlicedMean, mean_of_rows
+from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS, SlicedMean, Slices, mean_of_rows
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec
@@ -102,7 +102,7 @@ class SlicedTransport(RankTransport):
         """Say whether what will be averaged holds the gradient of this backward alone."""
 
     @abstractmethod
-    def _take_slices(self) -> tuple[Columns, Release]:
+    def _take_slices(self) -> tuple[Slices, Release]:
         """Return the slices that averaging has delivered, and what gives them back."""
 
     @abstractmethod
@@ -124,24 +124,25 @@ class SlicedTransport(RankTransport):
         # Released before the thread starts, so that the next backward cannot feed them again.
         grads, self._separate = self._separate, {}
         if self._shares:
-            rows, release = self._take_slices()
+            slices, release = self._take_slices()
         else:
             # Whole gradients: nothing has averaged them, or together with earlier ones.
             cut = self.layout.cut(grads, self.world.size)
             # Ranks may have used parameters of different dtypes.
             block, sent = all_to_all(cut.float() if self._mixed else cut, self.world)
-            rows, release = (block.to(torch.promote_types(block.dtype, torch.float32)),), _nothing
+            slices = (block.to(torch.promote_types(block.dtype, torch.float32)),)
+            release = _nothing
             self._separate_bytes += sent
         self._decided = False
-        # Running sums outlive a change of the scale, so rows must not depend on it.
+        # Running sums outlive a change of the scale, so slices must not depend on it.
         if loss_scale != 1:
-            for block in rows:
+            for block in slices:
                 block.div_(loss_scale)
         on_stream = this_stream(self._device)  # The slices were written there.
 
         def sign() -> None:
             with on_stream():
-                self._sign(rows, claim, release)
+                self._sign(slices, claim, release)
 
         try:
             self._thread.submit(sign)
@@ -149,8 +150,8 @@ class SlicedTransport(RankTransport):
             release(None)
             raise
 
-    def _sign(self, rows: Columns, claim: BatchClaim | None, release: Release) -> None:
-        """Learn from this rank's columns of every worker's gradient, in the thread."""
+    def _sign(self, slices: Slices, claim: BatchClaim | None, release: Release) -> None:
+        """Learn from this rank's slices of every worker's gradient, in the thread."""
         begin = time.thread_time()
         try:
             # Compared in the thread, so that training does not wait for it. A worker's last unit
@@ -158,12 +159,12 @@ class SlicedTransport(RankTransport):
             # finite. Workers may have different numbers of units.
             sizes = self._sampler.ordering.sizes
             last = claim is not None and claim.step + claim.units >= min(sizes)
-            finite = not last or all(bool(block.sum().isfinite()) for block in rows)
+            finite = not last or all(bool(block.sum().isfinite()) for block in slices)
             comparison = self._in_step.compare(claim, self._side, finite=finite)
             if not comparison.same or not comparison.finite:
                 self._in_step.pass_over(claim, comparison)
             elif claim is not None:
-                script = observe_slices(self._sampler, rows, claim, release=release)
+                script = observe_slices(self._sampler, slices, claim, release=release)
                 self._sign_bytes += run(script, self._side).bytes
         finally:
             release(None)
@@ -232,7 +233,7 @@ class CoordinatedHook(SlicedTransport, BucketHook):
         self._spans = spec.slices
         self._pieces: tuple[list[Tensor], list[Tensor]] = ([], [])  # of one vector, of the buckets
         self._mean = SlicedMean(world)
-        self._rows: Columns | None = None  # of a backward that came with its buckets
+        self._slices: Slices | None = None  # of a backward that came with its buckets
         self._stale, self._warned = 0, False  # averaged backwards in a row with old gradients
         BucketHook.__init__(self, ddp, world)  # last: if something above fails, DDP is as it was
 
@@ -245,7 +246,7 @@ class CoordinatedHook(SlicedTransport, BucketHook):
     @property
     def waiting(self) -> bool:
         """Whether a gradient has arrived that was not fed back yet."""
-        return self._rows is not None or bool(self._separate)
+        return self._slices is not None or bool(self._separate)
 
     def _comes_alone(self) -> bool:
         ddp, fresh = self._ddp(), all(parameter.grad is None for parameter in self._parameters)
@@ -287,10 +288,10 @@ class CoordinatedHook(SlicedTransport, BucketHook):
             flat, own = self._pieces
             copy_all(flat, own)
             self._mean.start(self._flat)
-            self._rows = self._mean.finish()
+            self._slices = self._mean.finish()
             copy_all(own, flat)
         else:
-            self._rows = self._mean.finish()
+            self._slices = self._mean.finish()
         self.total_bytes += self._mean.bytes - before
 
     def _use(self, buckets: Sequence[dist.GradBucket]) -> None:
@@ -323,14 +324,14 @@ class CoordinatedHook(SlicedTransport, BucketHook):
             lambda row: layout.columns(old.gather(row, self.world), self.world)
         )
 
-    def _take_slices(self) -> tuple[Columns, Release]:
-        rows, self._rows = self._rows, None
-        assert rows is not None
-        return rows, self._mean.lend()
+    def _take_slices(self) -> tuple[Slices, Release]:
+        slices, self._slices = self._slices, None
+        assert slices is not None
+        return slices, self._mean.lend()
 
     def _drop_slices(self) -> None:
         # The all-to-all has happened already; only its result is dropped.
-        self._rows = None
+        self._slices = None
         self.discard()
         self._mean.abandon()
 
@@ -398,7 +399,7 @@ class ShardedCoordination(SlicedTransport):
         }
         self.total_bytes, self.stopwatch = 0, Stopwatch()
         self._blocks: list[tuple[Sequence[ShardedParameter], Tensor, float]] = []
-        self._rows: Tensor | None = None  # (R, C) of the batch that is being signed
+        self._slices: Tensor | None = None  # (R, C) of the batch that is being signed
         self._handles: list[Any] = []
         for group in self._groups if self._replaces else []:
             self._handles.append(group.note_present())
@@ -420,36 +421,36 @@ class ShardedCoordination(SlicedTransport):
         """Keep the (R, n) slices of one reduce-scatter until the batch is fed back."""
         if self._decided and self._shares:
             # What FSDP has divided by before the reduction (half precision) is multiplied back:
-            # rows are plain gradients.
+            # slices are of plain gradients.
             factor, _ = group.divide_factors(block.dtype)
             self._blocks.append((group.noted, block, factor))
 
-    def _take_slices(self) -> tuple[Columns, Release]:
-        """Return the (R, C) columns of all groups; zero where a parameter had no gradient."""
+    def _take_slices(self) -> tuple[Slices, Release]:
+        """Return the (R, C) slices of all groups; zero where a parameter had no gradient."""
         size, (blocks, self._blocks) = self.world.size, (self._blocks, [])
         assert blocks, "every backward that coordinates ends with a reduce-scatter"
         wide = torch.promote_types(blocks[0][1].dtype, torch.float32)
         self._thread.wait()  # for the batch before, which is in the same memory
-        rows = self._rows
-        if rows is None or rows.dtype != wide:
+        slices = self._slices
+        if slices is None or slices.dtype != wide:
             device = blocks[0][1].device
-            rows = torch.empty(size, self.layout.width(size), dtype=wide, device=device)
-        self._rows = rows
+            slices = torch.empty(size, self.layout.width(size), dtype=wide, device=device)
+        self._slices = slices
         # Parameters without a gradient in this batch are in no block.
-        rows.zero_()
+        slices.zero_()
         for present, block, factor in blocks:
             at = 0
             for parameter in present:
                 width = parameter.span.width(size)
                 if parameter.name in self._columns:  # else it was frozen when this was attached
-                    own = rows[:, self._columns[parameter.name]]
+                    own = slices[:, self._columns[parameter.name]]
                     own.add_(block[:, at : at + width], alpha=factor)
                 at += width
-        return (rows,), self._refill
+        return (slices,), self._refill
 
     def _refill(self, instead: Tensor | None) -> None:
         # The memory of the slices is filled again when the batch was signed, if it is not kept.
-        self._rows = self._rows if instead is None else instead
+        self._slices = self._slices if instead is None else instead
 
     def _drop_slices(self) -> None:
         self._blocks = []
