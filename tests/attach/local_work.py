@@ -255,6 +255,29 @@ def refusals(rank):
     return errors
 
 
+def kept_after_one_exchange(decays):
+    """Return what a rank keeps of one exchange of signs with each decay, and two refusals."""
+    kept, errors = [], []
+    for decay in decays:
+        torch.manual_seed(0)
+        net = nn.Linear(200, 150)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        local = gh.LocalSteps(every=1, method="dense", values="int1", decay=decay)
+        herd = gh.attach(net, optimizer=optimizer, local=local)
+        rank = herd.world.rank
+        x = torch.randn(4, 200, generator=torch.Generator().manual_seed(rank))
+        net(x).square().mean().backward()
+        optimizer.step()
+        state = herd.state_dict(gather=False)
+        kept.append({key: state["local"][key]["weight"] for key in ("residual", "owner_error")})
+    for wrong in ({"kind": "TopK"}, {"rank": (rank + 1) % 3}):
+        try:
+            herd.load_state_dict(state | {"local": state["local"] | wrong})
+        except ValueError as error:
+            errors.append(str(error))
+    return kept, errors
+
+
 def fails_to_attach(ddp, optimizer):
     """Attach with an error on the way: DDP must go on averaging."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):

@@ -14,6 +14,7 @@ from tests.attach.local_work import (
     continued,
     everything,
     goes_on_alone,
+    kept_after_one_exchange,
     last_common_step,
     model,
     one_bit,
@@ -197,6 +198,15 @@ def test_what_does_not_fit_is_refused_in_a_sentence(ranks):
         for name, needle in needles.items():
             assert needle in result["refusals"][name], result["refusals"][name]
             assert "\n" not in result["refusals"][name]
+
+
+def test_all_that_a_rank_has_not_sent_decays_and_states_are_named():
+    for (whole, half), errors in run_ranks(kept_after_one_exchange, 3, (1.0, 0.5)):
+        kind, alone = errors
+        assert kind.startswith("local state has kind 'TopK', expected 'Dense'")
+        assert alone.startswith("local state has rank")
+        for key, kept in whole.items():
+            assert kept.any() and torch.equal(half[key], 0.5 * kept), key
 
 
 def test_an_order_learns_from_all_ranks_beside_local_steps(ranks):

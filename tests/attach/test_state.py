@@ -92,10 +92,10 @@ def test_what_one_rank_has_saved_is_the_state_of_all():
     residual = {"w": torch.tensor([1.0, 2.0])}
     alone = {"rank": 0, "workers": 1, "step": 3, "residual": residual, "method": {"threshold": 1.0}}
     for rank in (0, 1):
-        part = part_of_rank(alone, World(rank, 2))
+        part = part_of_rank(alone, World(rank, 2), "sparsify")
         assert torch.equal(part["residual"]["w"], residual["w"])
         assert part["rank"] is None and part["method"] is None  # as merged from several ranks
-    assert part_of_rank(alone, World(0, 1)) is alone
+    assert part_of_rank(alone, World(0, 1), "sparsify") is alone
 
 
 def test_a_herd_itself_is_refused_by_dcp(tmp_path):

@@ -52,3 +52,12 @@ def test_clipping_does_not_depend_on_how_a_gradient_is_divided():
         assert torch.equal(torch.cat(parts), whole)
         if norm > 1:
             assert float(whole.norm()) == pytest.approx(0.3 * norm, rel=1e-6)
+
+
+def test_steps_that_were_called_off_are_saved():
+    saved, loaded = (VirtualWorkers(Sparsify(method="topk"), 4, 2) for _ in range(2))
+    for value in (1.0, torch.nan, torch.nan):
+        saved.step(torch.full((2, 4), value))
+    for worker, other in zip(loaded.workers, saved.workers, strict=True):
+        worker.load_state_dict(other.state_dict())
+        assert (worker.step, worker.skipped) == (1, 2)

@@ -174,7 +174,7 @@ class ModelExchange:
                     f"{self.key} state is of another model: {key} of {name!r} has shape "
                     f"{saved.get(name, 'none')}, expected {shapes.get(name, 'none')}"
                 )
-        self._worker.check_state(state)
+        self._worker.check_state(state, self.key)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was saved that fits (`check_state`)."""

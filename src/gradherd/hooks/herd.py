@@ -234,7 +234,7 @@ class Herd:
             if key not in state:
                 what = "a sparsifier" if key == "sparsify" else "local steps"
                 raise ValueError(f"state has no {key!r}: it was saved without {what}")
-            part = part_of_rank(state[key], self._exchange.peers)
+            part = part_of_rank(state[key], self._exchange.peers, key)
             self._exchange.check_state(part)
         # Only after the checks of both halves: a herd that is half loaded would go on training.
         self.load_shared(state, skipped_by=skipped_by)

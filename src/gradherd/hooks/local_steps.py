@@ -236,7 +236,7 @@ class LocalExchange(ModelExchange):
             return
         # Now, not before the next sum: an exchange that is called off must not decay it twice.
         if self._settings.decay != 1:
-            self._worker.feedback.residual.mul_(self._settings.decay)
+            self._worker.decay(self._settings.decay)
         metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
         averaged = None if rows is None else mean_of_buffers(rows)
         self._arrival = _Arrival(outcome.whole_mean(self.layout.size), averaged, metrics)

@@ -129,7 +129,7 @@ def gather_states(state: dict[str, Any], world: World) -> list[dict[str, Any]]:
     return states
 
 
-def part_of_rank(state: Mapping[str, Any], world: World) -> Mapping[str, Any]:
+def part_of_rank(state: Mapping[str, Any], world: World, part: str) -> Mapping[str, Any]:
     """Return what a rank continues with: its own part of a gathered state, or all parts merged.
 
     Raises:
@@ -144,7 +144,7 @@ def part_of_rank(state: Mapping[str, Any], world: World) -> Mapping[str, Any]:
     saved, size = state.get("rank"), state.get("workers")
     if saved is not None and size == world.size and saved != world.rank and saved < world.size:
         raise ValueError(
-            f"sparsify state has rank {saved} alone, expected {world.rank}: save what "
+            f"{part} state has rank {saved} alone, expected {world.rank}: save what "
             "state_dict() returns on rank 0, which holds all ranks, or what it returns on each rank"
         )
     return state

@@ -386,6 +386,12 @@ class Worker:
         self.state = outcome.selection.state
         self.counters[0] += 1
 
+    def decay(self, factor: float) -> None:
+        """Multiply all that was not sent: the residual, and the owner's error, which is one too."""
+        self.feedback.residual.mul_(factor)
+        if self.owner_error is not None:
+            self.owner_error.mul_(factor)
+
     def _commit_owner_error(self, new: Tensor, excluded: Sequence[tuple[int, int]]) -> None:
         """Keep what this worker has lost of its slice, but not where nobody takes the mean."""
         old, self.owner_error = self.owner_error, new
@@ -443,34 +449,37 @@ class Worker:
         on the order of parameters in the vector.
         """
         state = None if self.state is None else _fields(self.state)
-        return self._identity() | {"step": self.step, "method": state}
+        return self._identity() | {"step": self.step, "skipped": self.skipped, "method": state}
 
     def _identity(self) -> dict[str, Any]:
         method = type(self.settings.method).__name__
         return {"kind": method, "rank": self.rank, "workers": self.size, "dim": self.sparse}
 
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless `state` fits this worker, or is merged from all such workers."""
+    def check_state(self, state: Mapping[str, Any], part: str) -> None:
+        """Raise ValueError unless `state` fits this worker, or is merged from all such workers.
+
+        It is the `part` of a herd's state, "sparsify" or "local".
+        """
         free = ("rank", "workers") if _is_merged(state) else ()
         for key, own in self._identity().items():
             if key not in free and state.get(key) != own:
-                raise ValueError(f"sparsify state has {key} {state.get(key)!r}, expected {own!r}")
+                raise ValueError(f"{part} state has {key} {state.get(key)!r}, expected {own!r}")
         if self.state is None or _is_merged(state):
             return
         saved, method = state.get("method") or {}, self.settings.method
         for name, own in _fields(self.state).items():
             if name not in saved:
-                raise ValueError(f"sparsify state has no {name!r} of {method}")
+                raise ValueError(f"{part} state has no {name!r} of {method}")
             if isinstance(own, Tensor) and own.shape != getattr(saved[name], "shape", None):
                 count = saved[name].numel() if isinstance(saved[name], Tensor) else "no"
                 raise ValueError(
-                    f"sparsify state has {name} of {count} elements, expected {own.numel()}: was "
-                    f"it saved with other settings than {method}?"
+                    f"{part} state has {name} of {count} elements, expected {own.numel()}: was it "
+                    f"saved with other settings than {method}?"
                 )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that fits (`check_state`); the method starts again from a merged one."""
-        self.counters[0] = state["step"]
+        self.counters[0], self.counters[1] = state["step"], state.get("skipped", 0)
         if self.state is None:
             return
         if _is_merged(state):

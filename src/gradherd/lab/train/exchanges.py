@@ -237,7 +237,7 @@ class LocalModels(VirtualExchange):
         self.series.add(metrics["density"])
         if self._settings.decay != 1:
             for worker in self._workers.workers:
-                worker.feedback.residual.mul_(self._settings.decay)
+                worker.decay(self._settings.decay)
         read = (weights.read_buffers() for weights in self._weights)
         rows = [flat for flat in read if flat is not None]
         if not rows:
