@@ -18,8 +18,8 @@ from gradherd.lab.ranks import run_ranks
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy
 from gradherd.ordering.registry import POLICIES
-from gradherd.sparsify.exchange import gather_indices, gather_union
 from gradherd.sparsify.registry import SPARSIFIERS
+from gradherd.sparsify.selecting import gather_indices, gather_union
 from gradherd.sparsify.selector import Selection, Selector, StepContext
 from gradherd.sparsify.settings import make_settings
 from gradherd.sparsify.virtual_workers import VirtualWorkers

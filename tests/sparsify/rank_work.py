@@ -9,8 +9,8 @@ import torch
 
 from gradherd.comm.script import ScriptResult, run, run_together
 from gradherd.comm.world import World
-from gradherd.sparsify.exchange import gather_indices
 from gradherd.sparsify.registry import SPARSIFIERS
+from gradherd.sparsify.selecting import gather_indices
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.value_sums import sum_values

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from gradherd.comm.script import run_together
 from gradherd.lab.ranks import run_ranks
-from gradherd.sparsify.exchange import gather_indices, gather_union
 from gradherd.sparsify.message_sizes import ONE_ROUND_BYTES
+from gradherd.sparsify.selecting import gather_indices, gather_union
 from gradherd.sparsify.selector import StepContext
 from tests.sparsify import rank_work
 

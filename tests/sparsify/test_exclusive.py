@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from gradherd.sparsify.exchange import padding
 from gradherd.sparsify.partitioned import first_threshold, next_threshold
+from gradherd.sparsify.selecting import padding
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gradherd.sparsify.exchange import padding
 from gradherd.sparsify.partitions import Blocks, diffuse, even_cuts, recut
+from gradherd.sparsify.selecting import padding
 from tests.sparsify.reference import published_moves
 
 dims, many_parts = st.integers(1, 40_000), st.integers(1, 40)

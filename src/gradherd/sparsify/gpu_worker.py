@@ -28,9 +28,9 @@ from gradherd.comm.script import AllGather, Script, run
 from gradherd.comm.world import World
 from gradherd.gpu import captured, has_triton
 from gradherd.sparsify import consensus, kernels
-from gradherd.sparsify.exchange import step_metrics
 from gradherd.sparsify.message_sizes import VALUE_BITS
 from gradherd.sparsify.partitioned import Partitioned
+from gradherd.sparsify.selecting import step_metrics
 from gradherd.sparsify.selector import StepContext, target_count
 from gradherd.sparsify.value_sums import sum_values
 from gradherd.sparsify.worker import Placement, Worker

@@ -30,10 +30,10 @@ from gradherd.comm.checks import check_choice, check_in, check_whole
 from gradherd.comm.script import Script
 from gradherd.sparsify import consensus
 from gradherd.sparsify.consensus import PartitionRule, PartitionState
-from gradherd.sparsify.exchange import gather_indices
 from gradherd.sparsify.kernels import indices_above, topk_indices
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY, EXDYNA_CAPACITY
 from gradherd.sparsify.partitions import Blocks
+from gradherd.sparsify.selecting import gather_indices
 from gradherd.sparsify.selector import Proposal, Selection, Selector, Step, check_density
 
 Balance = Literal["recut", "diffusive", "none"]

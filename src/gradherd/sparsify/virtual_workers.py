@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import run_together
-from gradherd.sparsify.exchange import Outcome
+from gradherd.sparsify.selecting import Outcome
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.worker import Worker, clip_together
 

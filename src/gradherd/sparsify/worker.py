@@ -22,9 +22,9 @@ from torch import Tensor
 
 from gradherd.comm.script import Script
 from gradherd.sparsify import kernels
-from gradherd.sparsify.exchange import Outcome, select
 from gradherd.sparsify.marks import TILE
 from gradherd.sparsify.message_sizes import MAX_COORDINATES, VALUE_BITS
+from gradherd.sparsify.selecting import Outcome, select
 from gradherd.sparsify.selector import Selection, Step, StepContext, target_count
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.value_sums import no_owner_error, owned_spans, sum_values
@@ -303,7 +303,7 @@ class Worker:
         return StepContext(self.step, self.rank, self.size, compact=compact)
 
     def script(self, known: list[Selection] | None = None) -> Script[Outcome | None]:
-        """Average the selected coordinates over workers; `known` is as for `exchange.select`.
+        """Average the selected coordinates over workers; `known` is as for `selecting.select`.
 
         Returns None, on all workers, if a value of any worker or a sum is not finite.
         """
