@@ -143,7 +143,7 @@ def test_a_step_that_is_called_off_leaves_no_trace(size):
     assert torch.equal(ours.residuals(), straight.residuals())
     assert ours.workers[0].skipped == 2
     for mine, wanted in zip(ours.workers, straight.workers, strict=True):
-        assert same(mine.state_dict(), wanted.state_dict())
+        assert same(mine.state_dict() | {"skipped": 0}, wanted.state_dict())
 
 
 @pytest.mark.parametrize("size", [1, 2])
