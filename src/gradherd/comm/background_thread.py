@@ -18,9 +18,10 @@ _PATIENCE = 5.0
 class BackgroundThread:
     """Runs jobs beside the training loop, in order and one at a time.
 
-    Orders are needed at the end of an epoch only, so training does not wait for signs. Errors of a
-    job are raised by the next `wait`, which everything that reads orders calls first. The thread
-    ends with `close`, with this object, or before the interpreter does.
+    Orders are needed at the end of an epoch only, so a step does not wait for its own signs, but
+    `submit` does for those of the batch before. Errors of a job are raised by the next `wait`,
+    which everything that reads orders calls first. The thread ends with `close`, with this object,
+    or before the interpreter does.
     """
 
     def __init__(self, name: str) -> None:
