@@ -4,8 +4,9 @@ Under DDP each bucket is added to the residual as it arrives, which overlaps wit
 backward. After the last one the whole gradient is exchanged, and every bucket gets its part of the
 mean; the backward waits for that. Selection needs the whole gradient, so it cannot begin earlier.
 
-Residuals are stored in a flat vector in the order of the model, not of the buckets: DDP rebuilds
-those after the first step. A `Placement` translates between the two.
+Residuals are one flat vector. On a CPU it is in the order of the model, small parameters last, and
+a `Placement` translates to the buckets, which DDP rebuilds after the first step. On a GPU it lies as
+the buckets do, so that one kernel adds a whole bucket, and follows them. States are by parameter.
 
 Inside a replica `fully_shard` reduces gradients as ever: a reduce-scatter gives every rank its
 shard. Its all-reduce hook adds the shard to a vector of this rank's and leaves zeros in its place.
