@@ -53,7 +53,7 @@ class Rank:
     def exchange(self) -> None:
         """As `LocalExchange` does at the end of a phase."""
         weights = self._weights.read()
-        self._worker.set_unit(1.0)
+        self._worker.begin(1.0)
         shared = self._weights.rounded(self._outer.shared)
         self._worker.add(0, torch.sub(shared, weights, out=weights))
         script = self._worker.script()

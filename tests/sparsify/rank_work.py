@@ -186,7 +186,7 @@ def run_case(case, size, ranks, exchange):
 
     def add(grads):
         for worker, rank in zip(workers, ranks, strict=True):
-            worker.set_unit(1.0)
+            worker.begin(1.0)
             worker.add(0, grads[rank].clone())
         return exchange([worker.script() for worker in workers])
 

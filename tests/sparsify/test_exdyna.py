@@ -37,7 +37,7 @@ class World:
 
     def step(self, grads):
         for worker, grad in zip(self.workers, grads, strict=True):
-            worker.set_unit(1.0)
+            worker.begin(1.0)
             worker.add(0, grad.clone())
         self.acc = torch.stack([worker.feedback.acc.clone() for worker in self.workers])
         self.number = self.workers[0].step
@@ -378,7 +378,7 @@ def test_a_worker_asks_once_whatever_the_scale_does():
     world = World(ExDyna(0.01), 20_000, 1)
     (worker,) = world.workers
     for step in range(25):
-        worker.set_unit(1.0)
+        worker.begin(1.0)
         worker.add(0, normal(step, 20_000) * (1000 if step == 20 else 1))
         outcome, count = requests_of(worker.script())
         worker.commit(outcome)

@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from gradherd.comm.script import run_together
+from gradherd.hooks.state import merge_parts
 from gradherd.sparsify.basics import Dense
 from gradherd.sparsify.message_sizes import VALUE_BITS, value_bytes
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.value_sums import no_owner_error, owned_spans, sum_values
 from gradherd.sparsify.virtual_workers import VirtualWorkers
-from gradherd.sparsify.worker import Worker, merge_residuals
+from gradherd.sparsify.worker import Worker
 from tests.sparsify.rank_work import normal, same
 
 ROUNDED = ["bf16", *VALUE_BITS]
@@ -89,7 +90,7 @@ def worker_of(rank, size, dim, values="int1"):
 
 def exchange(workers, grads):
     for worker, grad in zip(workers, grads, strict=True):
-        worker.set_unit(1.0)
+        worker.begin(1.0)
         worker.add(0, grad)
     results = run_together([worker.script() for worker in workers])
     for worker, result in zip(workers, results, strict=True):
@@ -131,7 +132,7 @@ def test_another_number_of_workers_loses_nothing(then):
         grads = normal(step, size, dim)
         given = given + grads.mean(0)
         sent = sent + exchange(workers, grads)
-    merged = merge_residuals([saved(worker) for worker in workers])
+    merged = merge_parts([saved(worker) for worker in workers])
     others = [worker_of(rank, then, dim) for rank in range(then)]
     for worker in others:
         load(worker, merged)
@@ -147,7 +148,7 @@ def test_a_step_that_is_called_off_leaves_no_trace():
     grads = normal(1, size, dim)
     grads[1, 5] = torch.nan
     for worker, grad in zip(workers, grads, strict=True):
-        worker.set_unit(1.0)
+        worker.begin(1.0)
         worker.add(0, grad)
     results = run_together([worker.script() for worker in workers])
     assert all(result.value is None for result in results)
@@ -166,7 +167,7 @@ def test_what_nobody_used_keeps_its_errors():
     before = [saved(worker) for worker in workers]
     unused = (6_000, 13_000)  # something of every slice
     for worker, grad in zip(workers, normal(2, size, dim), strict=True):
-        worker.set_unit(1.0)
+        worker.begin(1.0)
         worker.add(0, grad)
         worker.feedback.exclude(*unused)
     results = run_together([worker.script() for worker in workers])
@@ -182,7 +183,7 @@ def test_what_nobody_used_keeps_its_errors():
 
 def test_all_coordinates_take_no_indices():
     worker = worker_of(0, 1, 5000)
-    worker.set_unit(1.0)
+    worker.begin(1.0)
     worker.add(0, torch.ones(5000))
     outcome = run_together([worker.script()])[0].value
     assert outcome.indices is None and outcome.metrics(5000)["density"] == 1

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradherd.hooks.state import merge_parts
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
-from gradherd.sparsify.worker import ErrorFeedback, merge_residuals
+from gradherd.sparsify.worker import ErrorFeedback
 from studies.methods.gtopk import GTopK
 from tests.sparsify.rank_work import normal, same
 from tests.sparsify.reference import MomentumCorrection
@@ -260,7 +261,7 @@ def state(rank, workers=3, **more):
 
 def test_the_mean_of_residuals_stays():
     states = [state(rank) for rank in range(3)]
-    actual = merge_residuals(iter(states))
+    actual = merge_parts(iter(states))
     for name in ("weight", "bias"):
         exact = torch.stack([one["residual"][name].double() for one in states]).mean(0)
         assert torch.equal(actual["residual"][name], exact.float()), "rounded once"
@@ -269,7 +270,7 @@ def test_the_mean_of_residuals_stays():
 
 
 def test_velocities_too():
-    actual = merge_residuals(
+    actual = merge_parts(
         [state(rank, velocity={"weight": torch.full((2,), rank)}) for rank in range(3)]
     )
     assert actual["velocity"]["weight"].tolist() == [1, 1]
@@ -287,4 +288,4 @@ def test_velocities_too():
 )
 def test_what_does_not_belong_together_is_refused(states, reason):
     with pytest.raises(ValueError, match=reason):
-        merge_residuals(states)
+        merge_parts(states)

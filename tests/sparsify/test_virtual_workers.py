@@ -21,7 +21,9 @@ def pair(settings, size, dim=DIM, **more):
     """The same workers twice: each agrees on its own, and one agrees for all."""
     given = {"sparse": SPARSE, "layers": LAYERS} if dim == DIM else {}
     kind = type(settings.method)
-    each = type(kind.__name__, (kind,), {"agrees_alone": False})(**vars(settings.method))
+    # In the same module, where methods of one's own and built-in ones are told apart.
+    changed = {"agrees_alone": False, "__module__": kind.__module__}
+    each = type(kind.__name__, (kind,), changed)(**vars(settings.method))
     both = (dataclasses.replace(settings, method=each), settings)
     return [VirtualWorkers(one, dim, size, **given, **more) for one in both]
 
@@ -66,6 +68,19 @@ def test_one_agrees_for_all(name, size):
     # The search has to begin anew, and all borders to move.
     for step in range(3):
         check_step(*both, 1e-3 * gradients(step, size).flip(1))
+
+
+class OwnMethod(ExDyna):
+    """A method of one's own, whose selections workers compare."""
+
+
+def test_a_method_of_ones_own_is_compared_alike():
+    both = pair(Sparsify(method=OwnMethod(0.01)), 4)
+    built_in = pair(settings_of("exdyna"), 4)[0]
+    for step in range(4):
+        check_step(*both, gradients(step, 4))
+        built_in.step(gradients(step, 4))
+        assert both[0].bytes - built_in.bytes == (48 if step < 3 else 0)
 
 
 @pytest.mark.parametrize(

@@ -189,7 +189,7 @@ class LocalExchange(ModelExchange):
         """Start to exchange what the steps since the last exchange have changed."""
         self._weights.check_trainable()
         shared, own = self._weights.rounded(self._outer.shared), self._weights.read()
-        self._worker.set_unit(1.0)
+        self._worker.begin(1.0)
         # Without overlap nobody needs the weights again.
         self._worker.add(0, torch.sub(shared, own, out=None if self._settings.overlap else own))
         at = torch.tensor([self._steps, int(forced)], device=own.device)

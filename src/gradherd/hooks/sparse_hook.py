@@ -5,8 +5,8 @@ backward. After the last one the whole gradient is exchanged, and every bucket g
 mean; the backward waits for that. Selection needs the whole gradient, so it cannot begin earlier.
 
 Residuals are one flat vector. On a CPU it is in the order of the model, small parameters last, and
-a `Placement` translates to the buckets, which DDP rebuilds after the first step. On a GPU it lies as
-the buckets do, so that one kernel adds a whole bucket, and follows them. States are by parameter.
+a `Placement` translates to the buckets, which DDP rebuilds after the first step. On a GPU it lies
+as the buckets do and follows them, so that one kernel adds a whole bucket. States are by parameter.
 
 Inside a replica `fully_shard` reduces gradients as ever: a reduce-scatter gives every rank its
 shard. Its all-reduce hook adds the shard to a vector of this rank's and leaves zeros in its place.
@@ -109,7 +109,7 @@ class SparseHook(BucketHook, GradientExchange):
         if first:
             # Once per backward: the loss scale may change between steps, and residuals of earlier
             # steps must stay comparable.
-            self._worker.set_unit(self._scaler.get_scale() if self._scaler else 1.0)
+            self._worker.begin(self._scaler.get_scale() if self._scaler else 1.0)
         for parameter, piece in pieces(bucket):
             if parameter in self._slices:
                 # Cleared in the same kernel: `exchange` writes only what was sent.
@@ -314,7 +314,7 @@ class ShardedSparseHook(ShardedExchange, GradientExchange):
         # Once per exchange: the loss scale may change between steps, and residuals of earlier steps
         # must stay comparable.
         loss_scale = self._scaler.get_scale() if self._scaler else 1.0
-        self._worker.set_unit(loss_scale)
+        self._worker.begin(loss_scale)
         if self._worker.settings.clip is not None:
             # The gradient of a replica: every rank of its shards has a part.
             own = torch.linalg.vector_norm(self._grad, dtype=torch.float64)

@@ -14,7 +14,6 @@ from torch import Tensor
 from gradherd.comm.checks import check_state
 from gradherd.comm.collectives import gather, gather_objects
 from gradherd.comm.world import World
-from gradherd.sparsify.worker import COMMON_KEYS, MERGED_KEYS, merge_residuals
 
 if TYPE_CHECKING:
     from gradherd.hooks.exchange import ShardedExchange
@@ -27,6 +26,13 @@ NOT_FOR_DCP = "dcp_needs_stateful"
 """Key of the `RefuseDCP` in a herd's state. DCP reports it as missing when asked to load."""
 EXCHANGES = ("sparsify", "local")
 """Parts of a herd's state that differ between ranks: a herd has at most one of them."""
+_MERGED_KEYS = (
+    "residual", "owner_error", "velocity", "weights", "buffers", "snapshot", "optimizer"
+)  # fmt: skip
+"""Entries of a worker's state that hold a tensor for each parameter (or buffer) of that worker."""
+
+_COMMON_KEYS = ("shared", "outer_momentum", "arrival")
+"""Large entries that are equal on all workers (local steps)."""
 
 
 def pack(state: Any) -> bytes:
@@ -118,10 +124,10 @@ def gather_states(state: dict[str, Any], world: World) -> list[dict[str, Any]]:
         world: The ranks.
     """
     # What is equal on all ranks is taken from rank 0's own state, by `all_parts`.
-    skipped = (*MERGED_KEYS, *COMMON_KEYS)
+    skipped = (*_MERGED_KEYS, *_COMMON_KEYS)
     rest = {key: value for key, value in state.items() if key not in skipped}
     states = gather_objects(rest, world)
-    for key in MERGED_KEYS:
+    for key in _MERGED_KEYS:
         # One parameter after the other: a GPU need not hold the residuals of all ranks.
         for name, own in state.get(key, {}).items():
             for one, piece in zip(states, gather(own, world), strict=True):
@@ -140,7 +146,7 @@ def part_of_rank(state: Mapping[str, Any], world: World, part: str) -> Mapping[s
     if "other_ranks" in state or (alone and world.size > 1):
         # On another number of ranks nobody has a part of its own, so all are merged.
         parts = all_parts(state)
-        return parts[world.rank] if len(parts) == world.size else merge_residuals(parts)
+        return parts[world.rank] if len(parts) == world.size else merge_parts(parts)
     saved, size = state.get("rank"), state.get("workers")
     if saved is not None and size == world.size and saved != world.rank and saved < world.size:
         raise ValueError(
@@ -166,8 +172,50 @@ def check_row_length(state: Mapping[str, Any], columns: Iterable[str], length: i
 def all_parts(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the states of all ranks in a gathered state, by rank."""
     own = {key: value for key, value in state.items() if key != "other_ranks"}
-    common = {key: own[key] for key in COMMON_KEYS if key in own}
+    common = {key: own[key] for key in _COMMON_KEYS if key in own}
     return [own, *({**other, **common} for other in state.get("other_ranks", []))]
+
+
+def merge_parts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge the states of all workers into one that any number of workers can load.
+
+    A step applies the mean over workers, so the mean of the residuals is what must not change:
+    every new worker gets that mean. The state of the method (thresholds, partitions) belongs to
+    the old number of workers and is dropped; it settles again within a few steps.
+
+    Args:
+        states: `SparseHook.state_dict()` of each rank. A generator that loads one after the other
+            keeps memory small.
+
+    Returns:
+        A state for `SparseHook.load_state_dict` on every rank of a world of any size.
+
+    Raises:
+        ValueError: These are not the states of all workers after the same step.
+    """
+    first: Mapping[str, Any] | None = None
+    sums: dict[str, dict[str, Tensor]] = {}
+    ranks: list[Any] = []
+    for state in states:
+        first = state if first is None else first
+        for key in ("kind", "workers", "dim", "step", "taken"):
+            if state.get(key) != first.get(key):
+                raise ValueError(
+                    f"states to merge differ in {key}: {first.get(key)!r} and {state.get(key)!r}"
+                )
+        ranks.append(state.get("rank"))
+        for key in _MERGED_KEYS:
+            for name, own in state.get(key, {}).items():
+                # Summed in float64, to round once and not at every rank.
+                sums.setdefault(key, {}).setdefault(name, torch.zeros_like(own).double()).add_(own)
+    if first is None or set(ranks) != set(range(first["workers"])) or len(ranks) > len(set(ranks)):
+        of_all = "" if first is None else f" of {first['workers']}"
+        raise ValueError(f"states must be of all ranks{of_all}, each once, got ranks {ranks}")
+    means = {
+        key: {name: (total / len(ranks)).to(first[key][name]) for name, total in named.items()}
+        for key, named in sums.items()
+    }
+    return {**first, **means, "rank": None, "method": None}
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -208,7 +256,7 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         raise ValueError("states must be what Herd.state_dict() returned on every rank, got none")
     for key in merged.keys() & set(EXCHANGES):  # at most one
         assert first is not None
-        merged[key] = merge_residuals(chain([first], pieces))
+        merged[key] = merge_parts(chain([first], pieces))
     return merged
 
 

@@ -3,11 +3,11 @@
 The mean cancels in the difference, so no mean of the previous epoch is needed, and the two units of
 pair k always go to slots k and n-1-k, so workers stay aligned in time. Cooper et al.,
 "Coordinating Distributed Example Orders for Provably Accelerated Training" (arXiv:2302.00845),
-Algorithms 2 and 3. `PairGraB` has a running sum for every worker (ID-GraB with pair balance). `CDGraB` has one
-for all: at each pair of time steps the workers' differences are signed one after the other against
-the same sum, so that the gradients of all workers together stay balanced. The bound on the prefix
-sums then does not grow with the number of workers; with independent balancing it grows like its
-root.
+Algorithms 2 and 3. `PairGraB` has a running sum for every worker (ID-GraB with pair balance).
+`CDGraB` has one for all: at each pair of time steps the workers' differences are signed one after
+the other against the same sum, so that the gradients of all workers together stay balanced. The
+bound on the prefix sums then does not grow with the number of workers; with independent balancing
+it grows like its root.
 
 The paper needs an even number of units and the same number on all workers, and published code drops
 the rest of the data. Odd and unequal numbers and missed units are additions.

@@ -104,17 +104,20 @@ def select(
     # The flag and the method's header share one message: a round costs more than its few bytes.
     headers: Tensor = yield AllGather(torch.cat([flag, proposal.header]))
     if known:
-        return known[0]
-    headers = headers.cpu()  # The host waits for the device here: later shapes depend on headers.
-    if not bool(headers[:, 0].all()):
-        return None
-    if not step.dim:
-        return Selection(step.everything(), [0] * step.size, step.state)
-    script = method.agree(step, proposal.own, headers[:, 1:])
-    check_script(script, method, "agree")
-    selection = yield from script
+        selection = known[0]
+    else:
+        headers = headers.cpu()  # The host waits for the device: later shapes depend on headers.
+        if not bool(headers[:, 0].all()):
+            return None
+        if not step.dim:
+            return Selection(step.everything(), [0] * step.size, step.state)
+        script = method.agree(step, proposal.own, headers[:, 1:])
+        check_script(script, method, "agree")
+        selection = yield from script
+        if known is not None:
+            known.append(selection)
     if not _is_built_in(method):
-        yield from _check_selection(selection, step, method, together=known is None)
+        yield from _check_selection(selection, step, method)
     # A worker loads a saved state only if `begin` makes one to compare it with.
     if (selection.state is None) != (step.state is None):
         kinds = [type(one).__name__ for one in (step.state, selection.state)]
@@ -122,8 +125,6 @@ def select(
             f"{type(method).__name__}.begin returned {kinds[0]}, but agree {kinds[1]}: both must "
             "return a state, or both None"
         )
-    if known is not None:
-        known.append(selection)
     return selection
 
 
@@ -139,17 +140,15 @@ def _is_built_in(method: Selector) -> bool:
     return type(method).__module__.startswith("gradherd.")
 
 
-def _check_selection(
-    selection: Selection, step: Step, method: Selector, together: bool
-) -> Script[None]:
+def _check_selection(selection: Selection, step: Step, method: Selector) -> Script[None]:
     """Raise ValueError if a selection cannot be sent, or differs between workers.
 
     Sums of other coordinates would let weights drift apart without a sign of it. What takes long,
-    and comparing if workers agree each for itself (`together`), is done at few steps.
+    and comparing, is done at few steps.
     """
     thorough = step.number < _COMPARED_FIRST or step.number % _COMPARED_EVERY == 0
     mistake = _mistake_in(selection, step, thorough)
-    if thorough and together and step.size > 1:
+    if thorough and step.size > 1:
         # Before this worker raises: the others must not wait for it.
         checksum = 0 if mistake else _checksum(selection.indices)
         own = torch.tensor([int(mistake is not None), checksum], device=step.acc.device)

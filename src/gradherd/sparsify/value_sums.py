@@ -154,7 +154,7 @@ def owned_spans(
     return [(kind.owned, kind.owned_at) for kind in kinds]
 
 
-class _Kind:
+class _SlicedValues:
     """The values of one kind in a sum; in two rounds, cut into a slice for each worker.
 
     Two rounds round twice: each worker's values for the owners of slices, and their sum for all.
@@ -198,7 +198,7 @@ class _Kind:
         out.copy_(self.codec.decode(messages, self._length).reshape(-1)[: len(out)])
 
 
-class _SignKind(_Kind):
+class _SlicedSigns(_SlicedValues):
     """One bit for each float32 on a GPU: each rounding is a kernel that reads values once."""
 
     def encode(self, values: Tensor, left: Tensor) -> Tensor:
@@ -223,23 +223,25 @@ def _sign_kernels() -> Any:
     return triton_signs
 
 
-def _kinds_of(values: Tensor, always: int, context: StepContext, form: ValueFormat) -> list[_Kind]:
+def _kinds_of(
+    values: Tensor, always: int, context: StepContext, form: ValueFormat
+) -> list[_SlicedValues]:
     """Return the kinds of (K,) values, the last of which are always sent."""
     few = len(values) - always if form in VALUE_BITS else 0
     bits, dtype = VALUE_BITS.get(form, 0), values.dtype
     wire = dtype if form == "fp32" else torch.bfloat16
     fused = bits == 1 and dtype == torch.float32 and values.is_cuda and has_triton()
-    kinds: list[_Kind] = []
+    kinds: list[_SlicedValues] = []
     if few:
         codec = ValueCodec(bits, wire, dtype)
-        kinds.append((_SignKind if fused else _Kind)(codec, context, 0, few, 0))
+        kinds.append((_SlicedSigns if fused else _SlicedValues)(codec, context, 0, few, 0))
     if rest := len(values) - few:
         at = kinds[0].at.stop if kinds else 0
-        kinds.append(_Kind(ValueCodec(0, wire, dtype), context, few, rest, at))
+        kinds.append(_SlicedValues(ValueCodec(0, wire, dtype), context, few, rest, at))
     return kinds
 
 
-def _owner_zeros(kinds: Sequence[_Kind], values: Tensor) -> Tensor:
+def _owner_zeros(kinds: Sequence[_SlicedValues], values: Tensor) -> Tensor:
     return values.new_zeros(kinds[-1].at.stop)
 
 
@@ -259,7 +261,7 @@ def _apart(joined: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     return [few, rest.clone(memory_format=torch.contiguous_format).view(like[1].dtype)]
 
 
-def _fits_one_round(kinds: Sequence[_Kind], values: Tensor, ranks: int, dim: int) -> bool:
+def _fits_one_round(kinds: Sequence[_SlicedValues], values: Tensor, ranks: int, dim: int) -> bool:
     """Return whether values of a vector with `dim` elements are all-gathered."""
     size = sum(kind.codec.bytes(kind.count) for kind in kinds)
     return fits_one_round(size, ranks, dim * values.element_size())

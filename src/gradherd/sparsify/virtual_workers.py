@@ -63,7 +63,7 @@ class VirtualWorkers:
             for grad in grads:
                 clip_together([grad], first.settings.clip)
         for worker, grad in zip(self.workers, grads, strict=True):
-            worker.set_unit(1.0)
+            worker.begin(1.0)
             worker.add(0, grad)
         # A method of one's own need not inherit from `Selector`.
         alike = getattr(first.settings.method, "agrees_alone", False)

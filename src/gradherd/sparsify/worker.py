@@ -14,7 +14,7 @@ that are sent; N positions in storage; R workers.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -222,7 +222,7 @@ class Placement:
 class Worker:
     """One worker's side of the exchange, and all that it keeps between steps.
 
-    A step is `set_unit`, then `add` for each part of the gradient, then `script` (run by
+    A step is `begin`, then `add` for each part of the gradient, then `script` (run by
     `comm.script`), then `commit`. Until `commit` nothing has changed, so a step can be dropped.
 
     Args:
@@ -266,7 +266,7 @@ class Worker:
             dim, dtype=dtype, device=torch.device(device), momentum=settings.momentum
         )
         self.owner_error: Tensor | None = None
-        """What this worker has lost of the sums that it rounds for all, where all is sent."""
+        """Second residual, where all is sent: what rounding the slice that it sums has lost."""
         if sends_all(settings):
             acc = self.feedback.acc
             self.owner_error = no_owner_error(acc, dim - self.sparse, size, settings.values)
@@ -287,7 +287,7 @@ class Worker:
         self.counters = self.counters.to(device)
         self.state = self.state.to(device)
 
-    def set_unit(self, loss_scale: float) -> None:
+    def begin(self, loss_scale: float) -> None:
         """Begin a step whose gradients are multiplied by `loss_scale`."""
         self._unit = 1 / loss_scale
 
@@ -518,16 +518,7 @@ def _fields(state: Any) -> dict[str, Any]:
     }
 
 
-# --- States and gradients of all workers ------------------------------------------------------
-
-
-MERGED_KEYS = (
-    "residual", "owner_error", "velocity", "weights", "buffers", "snapshot", "optimizer"
-)  # fmt: skip
-"""Entries of a worker's state that hold a tensor for each parameter (or buffer) of that worker."""
-
-COMMON_KEYS = ("shared", "outer_momentum", "arrival")
-"""Large entries that are equal on all workers (local steps)."""
+# --- Gradients of all parameters ------------------------------------------------------
 
 
 def clip_together(grads: Sequence[Tensor], most: float | Tensor) -> None:
@@ -551,45 +542,3 @@ def scale_by(grads: Sequence[Tensor], norm: Tensor, most: float | Tensor) -> Non
     factor = split - (split - factor)
     for grad in grads:
         grad.mul_(factor.to(torch.float64 if grad.dtype == torch.float64 else torch.float32))
-
-
-def merge_residuals(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the states of all workers into one that any number of workers can load.
-
-    A step applies the mean over workers, so the mean of the residuals is what must not change:
-    every new worker gets that mean. The state of the method (thresholds, partitions) belongs to
-    the old number of workers and is dropped; it settles again within a few steps.
-
-    Args:
-        states: `SparseHook.state_dict()` of each rank. A generator that loads one after the other
-            keeps memory small.
-
-    Returns:
-        A state for `SparseHook.load_state_dict` on every rank of a world of any size.
-
-    Raises:
-        ValueError: These are not the states of all workers after the same step.
-    """
-    first: Mapping[str, Any] | None = None
-    sums: dict[str, dict[str, Tensor]] = {}
-    ranks: list[Any] = []
-    for state in states:
-        first = state if first is None else first
-        for key in ("kind", "workers", "dim", "step", "taken"):
-            if state.get(key) != first.get(key):
-                raise ValueError(
-                    f"states to merge differ in {key}: {first.get(key)!r} and {state.get(key)!r}"
-                )
-        ranks.append(state.get("rank"))
-        for key in MERGED_KEYS:
-            for name, own in state.get(key, {}).items():
-                # Summed in float64, to round once and not at every rank.
-                sums.setdefault(key, {}).setdefault(name, torch.zeros_like(own).double()).add_(own)
-    if first is None or set(ranks) != set(range(first["workers"])) or len(ranks) > len(set(ranks)):
-        of_all = "" if first is None else f" of {first['workers']}"
-        raise ValueError(f"states must be of all ranks{of_all}, each once, got ranks {ranks}")
-    means = {
-        key: {name: (total / len(ranks)).to(first[key][name]) for name, total in named.items()}
-        for key, named in sums.items()
-    }
-    return {**first, **means, "rank": None, "method": None}
