@@ -160,6 +160,41 @@ thread.submit(threading.Event().wait)
     assert run_program(program).returncode == 0  # within the timeout of `run_program`
 
 
+def test_a_collective_that_ends_while_the_interpreter_does(tmp_path):
+    """A peer that is late by more than the process waits, but not by much."""
+    program = """
+import sys, time
+import torch, torch.distributed as dist
+from gradherd.comm import background_thread
+from gradherd.comm.collectives import all_gather
+from gradherd.comm.world import World
+
+class Slow:
+    def __del__(self):  # called while the interpreter shuts down
+        time.sleep(3)
+
+background_thread._PATIENCE = 0.1
+rank, file = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+world = World.detect()
+if rank == 1:
+    time.sleep(1)
+    all_gather(torch.zeros(3), world)
+    time.sleep(3)
+else:
+    thread = background_thread.BackgroundThread("test")
+    thread.submit(lambda: all_gather(torch.zeros(3), world))
+    sys.slow = Slow()
+"""
+    command = [sys.executable, "-c", program]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE)
+        for rank in (0, 1)
+    ]
+    ended = [(rank.communicate(timeout=60)[1], rank.returncode) for rank in ranks]
+    assert [code for _, code in ended] == [0, 0], ended
+
+
 INTERRUPTED = """
 import importlib.util, os, sys, threading, time
 

@@ -128,6 +128,11 @@ class _Thread(threading.Thread):
 _threads: set[_Thread] = set()
 
 
+def in_background() -> bool:
+    """Say whether the caller is a job of a `BackgroundThread`."""
+    return isinstance(threading.current_thread(), _Thread)
+
+
 @cache
 def _watch_process() -> None:
     """Have forks and the end of this process wait for jobs; called when the first thread starts."""

@@ -14,6 +14,7 @@ A world of one rank sends nothing and needs no process group.
 Shapes: R ranks.
 """
 
+import time
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradherd.comm.background_thread import in_background
 from gradherd.comm.world import World
 
 # torch 2.13 renamed the function and warns about the old name.
@@ -33,6 +35,7 @@ _all_to_all = partial(dist.all_to_all_single, async_op=True)
 _COPIED_BYTES = 2**20
 # Keeps our point-to-point messages apart from the user's own, whose tag is 0 by default ("gh").
 _TAG = 0x6768
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 5e-5, 2e-3  # seconds between two looks at a collective
 
 
 class CollectiveResult(NamedTuple):
@@ -75,7 +78,7 @@ class PendingCollective(NamedTuple):
         """
         try:
             for work in self.works:
-                work.wait()
+                wait_for(work, self.value)
         except RuntimeError as error:
             raise CollectiveError(str(error)) from error
         return self.value
@@ -83,6 +86,18 @@ class PendingCollective(NamedTuple):
     def finished(self) -> CollectiveResult:
         """Wait, and return the result with its bytes."""
         return CollectiveResult(self.wait(), self.bytes)
+
+
+def wait_for(work: dist.Work, value: Tensor) -> None:
+    """Wait for a collective whose result is `value`."""
+    if in_background() and not value.is_cuda:
+        # In Python: a thread that comes back from C++ while the interpreter shuts down takes the
+        # process with it ("terminate called without an active exception").
+        pause = _SHORTEST_PAUSE
+        while not work.is_completed():
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+    work.wait()
 
 
 def nbytes(tensor: Tensor) -> int:
@@ -238,7 +253,7 @@ def send_recv(tensor: Tensor, dst: int, src: int, world: World) -> Tensor:
     sending = message(dist.isend, tensor.contiguous(), group_peer=dst)
     # In one batch: nccl deadlocks if two ranks both send first and receive second.
     for work in dist.batch_isend_irecv([message(dist.irecv, received, group_peer=src), sending]):
-        work.wait()
+        wait_for(work, received)
     return received
 
 
