@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.collectives import all_gather, all_reduce, all_to_all, broadcast
 from gradherd.comm.script import AllReduceSmall
 from gradherd.comm.world import World
@@ -124,3 +125,18 @@ def signalled(folder):
     while not received and time.monotonic() < end:
         time.sleep(0.02)
     return bool(received)
+
+
+def in_the_background():
+    """Return the sums of what a job gathers: little, and more than gloo copies."""
+    found, thread = [], BackgroundThread("test")
+
+    def job():
+        world = World.detect()
+        for count in (3, 2**20):
+            found.append(float(all_gather(torch.ones(count), world).value.sum()) / count)
+
+    thread.submit(job)
+    thread.wait()
+    thread.close()
+    return found

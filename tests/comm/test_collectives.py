@@ -105,6 +105,10 @@ def test_a_small_all_reduce_has_the_same_bits_on_all_ranks(size):
     torch.testing.assert_close(sums[0], torch.arange(3.0).double() * size + sum(range(size)) / 3)
 
 
+def test_a_thread_beside_the_loop_waits_for_collectives_of_any_size():
+    assert run_ranks(rank_functions.in_the_background, 2) == [[2.0, 2.0]] * 2
+
+
 def test_what_a_backend_says_becomes_a_sentence():
     error = CollectiveError("[pair.cc:553]\n  Connection closed by peer")
     assert error.reason == "[pair.cc:553] Connection closed by peer"

@@ -77,27 +77,29 @@ class PendingCollective(NamedTuple):
             CollectiveError: A rank did not take part.
         """
         try:
+            if len(self.works) == 1 and in_background() and not self.value.is_cuda:
+                self._poll()
             for work in self.works:
-                wait_for(work, self.value)
+                work.wait()
         except RuntimeError as error:
             raise CollectiveError(str(error)) from error
         return self.value
 
+    def _poll(self) -> None:
+        """Wait in Python.
+
+        A thread that comes back from C++ while the interpreter shuts down takes the process with
+        it ("terminate called without an active exception"). Messages from rank to rank (several
+        works) tell of their end only to those who wait in C++.
+        """
+        pause = _SHORTEST_PAUSE
+        while not self.works[0].is_completed():
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+
     def finished(self) -> CollectiveResult:
         """Wait, and return the result with its bytes."""
         return CollectiveResult(self.wait(), self.bytes)
-
-
-def wait_for(work: dist.Work, value: Tensor) -> None:
-    """Wait for a collective whose result is `value`."""
-    if in_background() and not value.is_cuda:
-        # In Python: a thread that comes back from C++ while the interpreter shuts down takes the
-        # process with it ("terminate called without an active exception").
-        pause = _SHORTEST_PAUSE
-        while not work.is_completed():
-            time.sleep(pause)
-            pause = min(1.5 * pause, _LONGEST_PAUSE)
-    work.wait()
 
 
 def nbytes(tensor: Tensor) -> int:
@@ -253,7 +255,7 @@ def send_recv(tensor: Tensor, dst: int, src: int, world: World) -> Tensor:
     sending = message(dist.isend, tensor.contiguous(), group_peer=dst)
     # In one batch: nccl deadlocks if two ranks both send first and receive second.
     for work in dist.batch_isend_irecv([message(dist.irecv, received, group_peer=src), sending]):
-        wait_for(work, received)
+        work.wait()
     return received
 
 
