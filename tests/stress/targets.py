@@ -168,7 +168,7 @@ def _record(root: Path) -> Path:
 def _report(root: Path, path: Path) -> None:
     found = find_records([root])
     page = render([one for _, one in found], files=[str(path) for path, _ in found])
-    assert page.count("<script") == 1 and page.count("</script") == 1, "a record adds a script"
+    assert "<script" not in page and "</script" not in page, "a record adds a script"
     assert not any(evil in page for evil in ("<img src=x", "<svg onload", "\x1b", "\x00"))
 
 
