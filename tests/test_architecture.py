@@ -18,8 +18,8 @@ from gradherd.lab.ranks import run_ranks
 ROOT = Path(gh.__file__).parent
 THREAD = ("ordering/coordination.py", "StepComparison.compare")
 """The first item of the thread, whose items come last on the page."""
-BESIDE = {"sparsify/triton_signs.py", "comm/background_thread.py"}
-"""Files of local steps on a GPU or with overlap, which are not traced."""
+BESIDE = {"sparsify/triton_signs.py"}
+"""Files of local steps on a GPU, which are not traced."""
 PAGE = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text()
 
 
