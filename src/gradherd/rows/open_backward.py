@@ -76,8 +76,9 @@ class WaitingRows:
         self.sizes.add(examples)
         if self._total is None:
             self._total = self._like.new_zeros(max(self._examples, examples), size)
-        short = max(0, examples - len(self._total))
-        self._total = F.pad(self._total, (0, 0, 0, short)).to(self._like).contiguous()
+        if examples > len(self._total):
+            self._total = F.pad(self._total, (0, 0, 0, examples - len(self._total)))
+        self._total = self._total.to(self._like).contiguous()
         return self._total.data_ptr()
 
     def rows(self) -> Tensor:
