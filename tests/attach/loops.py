@@ -250,7 +250,7 @@ class Loop:
             if self.any_rank(over):
                 break
             self.version = self.version or self.sampler.ordering.version
-            event = pick.choice(EVENTS)
+            event = self.choose(pick.choice(EVENTS))
             lonely = pick.randrange(self.size) if self.ranks_differ else None
             x, y, index = self.waiting.pop(0)
             index = index.tolist()
@@ -290,7 +290,7 @@ class Loop:
                 self.backward(x, y, float("inf") if here and not finite else 1.0)
             # Where the loop fetches ahead, its last batches cannot be told apart in all cases:
             # then nothing is learned from them.
-            tail = self.ahead and self.fetched == -(-self.left // self.batch)
+            tail = self.ahead and self.at_last_batch
             every = self.gather(index)
             if not (tail and (self.workers or self.left % self.batch)):
                 self.credited |= bool(self.reference.train(self.version, every, finite))
@@ -313,6 +313,15 @@ class Loop:
     def can_restore(self, epoch):
         """Return whether the loop may be stopped here, and go on in a new one."""
         return self.reference.ordering.epoch == epoch
+
+    @property
+    def at_last_batch(self):
+        """Whether the loader has handed out this pass's last batch."""
+        return self.fetched == -(-self.left // self.batch)
+
+    def choose(self, event):
+        """Return what happens to the next batch, given what was drawn."""
+        return event
 
     def forget_forward(self, output):
         """Undo what a forward without a backward leaves in the model."""

@@ -273,6 +273,18 @@ def test_resume_anywhere_gives_the_same_future(policy, stop):
         assert list(resumed) == list(whole)
 
 
+@pytest.mark.parametrize("skipped_by", ["sampler", "loader"])
+def test_a_pass_that_trains_on_nothing_leaves_the_rest_of_a_resumed_epoch(skipped_by):
+    whole, resumed = make(), make()
+    feed(whole, 8)
+    resumed.ordering.load_state_dict(whole.ordering.state_dict())
+    resumed.load_state_dict(whole.state_dict(), skipped_by=skipped_by)
+    rest = whole.indices()[8 if skipped_by == "sampler" else 0 :]
+    for _ in range(3):
+        assert list(resumed) == rest
+        assert resumed.start == 8
+
+
 def test_policy_objects_and_names_mean_the_same():
     by_name, by_object = make("cd-grab"), make(CDGraB())
     feed(by_name), feed(by_object)

@@ -1,7 +1,7 @@
 """Random loops that exchange less: sparse, by local steps, sharded, compiled, with an order or not.
 
     python -m tests.stress.loops --minutes 9 --jobs 6 --first 20261118 --compiled 20
-    python -m tests.stress.loops --only 20261125 --ranks 4      # one loop again, alone
+    python -m tests.stress.loops --only 20261125 --sizes 4      # one loop again, alone
 
 A loop is that of tests/attach/loops.py, with all its untidy parts, but weights change, and what
 the ranks exchange is composed from the seed, too: the method, how values are sent, how many steps
@@ -49,6 +49,7 @@ from tests.attach.fsdp_work import mesh_of
 from tests.attach.loops import CLASSES, DIM, Loop
 from tests.stress import resizes
 
+IDLE = ("skip", "raise", "forward only")  # events without a backward
 WAYS = ("sparse", "local", "sharded", "sharded sparse", "sharded local")
 VALUES = ("fp32", "fp32", "bf16", "int4", "int2", "int1")
 METHODS = tuple(gh.SPARSIFIERS)
@@ -236,7 +237,18 @@ class Composed(Loop):
 
     def can_restore(self, epoch):
         """Not behind the last batch: a new loop would begin with the next pass, this one ends."""
-        return super().can_restore(epoch) and self.fetched < -(-self.left // self.batch)
+        return super().can_restore(epoch) and not self.at_last_batch
+
+    def choose(self, event):
+        """Train on a batch of the rest of a resumed epoch, at the latest on the last one.
+
+        Where epochs have no names, a pass that trains on nothing may be a look at the data: the
+        next one hands out that rest again, but the whole epoch in a run that was not stopped.
+        """
+        if self.resumes and event in IDLE and self.at_last_batch:
+            event = "train"
+        self.resumes = self.resumes and event in IDLE
+        return event
 
     def forget_forward(self, output):
         """FSDP leaves the root's weights gathered: a step would not reach them."""
@@ -392,10 +404,9 @@ class Composed(Loop):
         own = after if settings.overlap else self.before
         self.taken, difference = 0, self.shared.detach() - own
         kept = self.vectors()  # waits for the exchange
-        left = kept["residual"].double() / settings.decay
         lost = kept.get("owner_error", torch.zeros(()))
-        sent = self.residual.double() + difference.double() - left
-        sent = sent + self.lost.double() - lost.double()
+        left = (kept["residual"].double() + lost.double()) / settings.decay  # Both have decayed.
+        sent = self.residual.double() + self.lost.double() + difference.double() - left
         self.residual, self.lost = kept["residual"], lost
         self.pending = (own, self.sum_of(sent) / self.copies)
         if not settings.overlap:
@@ -449,7 +460,7 @@ class Composed(Loop):
             self.broken = True
             self.said_wrong("weights are not finite")
 
-    broken = unsent = False
+    broken = unsent = resumes = False
 
     def run_epoch(self, epoch):
         super().run_epoch(epoch)
@@ -501,6 +512,7 @@ class Composed(Loop):
             self.restored = True
             self.step()
             self.save()
+        self.resumes = self.naming in ("never", "always 0")
 
     def save(self):
         if self.is_sparse:

@@ -27,9 +27,14 @@ def run_losing(seeds):
         return run_some(seeds)
 
 
-def test_composed_loops():  # `make stress` runs more
-    for rank in run_ranks(run_some, 2, range(8)):
-        assert [wrong for _, _, wrong, _ in rank] == [[]] * 8
+# In the last loop of each, events alone would leave the rest of a resumed epoch without a gradient,
+# where the sampler skips and where the loader does. In 20264943 the error of an owner decays.
+@pytest.mark.parametrize(
+    ("ranks", "seeds"), [(2, [*range(8), 20261399]), (4, [20264943, 20264235])]
+)
+def test_composed_loops(ranks, seeds):  # `make stress` runs more
+    for rank in run_ranks(run_some, ranks, seeds):
+        assert [wrong for _, _, wrong, _ in rank] == [[]] * len(seeds)
 
 
 def kinds(seeds):

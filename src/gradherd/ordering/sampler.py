@@ -210,7 +210,8 @@ class OrderedSampler(DistributedSampler[Any]):
     def _rest_is_done(self) -> bool:
         """Return whether a loop has trained on what a resumed epoch had left, and skipped batches.
 
-        The epoch goes on then, as in a loop that was not stopped: over all of its examples.
+        The epoch goes on then, as in a loop that was not stopped: over all of its examples. A pass
+        that trained on nothing does not count: it may have been an evaluation.
         """
         last = self._batches.last_pass
         if last is None or last.version != self.ordering.version or last.alive:
