@@ -37,12 +37,14 @@ from gradherd.lab.bench.timing import peak_memory
 from gradherd.lab.tasks.images import lenet, resnet18
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.capture import Capture
+from gradherd.rows.layer_choice import CHOSEN_AFTER
 from gradherd.rows.settings import ROW_SETTINGS
 
-_WARMUP, _BLOCK = 8, 4  # steps: the first ones check rows
+_WARMUP = CHOSEN_AFTER + 6  # steps: the first ones check rows, and then layers are chosen
+_BLOCK = 4  # steps in a turn
 _TURNS = 6  # blocks of each loop in a repeat
 _BATCHES = 64  # in an epoch
-_TRAINED = 28  # steps before fidelity is measured
+_TRAINED = CHOSEN_AFTER + 4  # steps before fidelity is measured
 _CLASSES = 10
 
 
@@ -269,7 +271,9 @@ def bench_models(
     if len(cases) == 1:
         times["plain"] = [training.timed(_BLOCK) for _ in range(repeats)]
     training.detach()
-    correlations = _fidelities(ModelTraining(name, batch, device), cases) if fidelity else {}
+    correlations: dict[str, float] = {}
+    if fidelity:
+        correlations = _fidelities(lambda: ModelTraining(name, batch, device), cases)
     plain = statistics.median(times["plain"])
     return [
         {
@@ -296,21 +300,23 @@ def _ratio(own: int | None, other: int | None) -> float | None:
     return own / other if own and other else None
 
 
-def _fidelities(training: ModelTraining, cases: tuple[str, ...]) -> dict[str, float]:
-    """Return the fidelity of each kind of rows for single examples."""
-    training.steps(_TRAINED)
-    exact = exact_gram(training)
+def _fidelities(make: Callable[[], ModelTraining], cases: tuple[str, ...]) -> dict[str, float]:
+    """Return the fidelity of each kind of rows for single examples, each after a training."""
     result: dict[str, float] = {}
     for case in cases:
         settings = ROW_SETTINGS.get(case)
         if settings is None or case == "batch":
             continue
+        training = make()
         source = ExampleRowSource(training.model, settings, 1, training.batch)  # type: ignore[arg-type]
+        for _ in range(_TRAINED):
+            training.steps(1)
+            source.take(training.batch, 1.0)
         training.model.zero_grad()
         training.loss(training.inputs, training.targets).backward()
         rows = source.take(training.batch, 1.0).double()
-        result[case] = correlation(rows @ rows.T, exact)
         source.remove_hooks()
+        result[case] = correlation(rows @ rows.T, exact_gram(training))
     return result
 
 

@@ -18,7 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-_REPEATS, _TURNS, _STEPS, _WARMUP = 3, 6, 4, 10
+_REPEATS, _TURNS, _STEPS = 3, 6, 4
+_WARMUP = 30  # steps, more than it takes until layers are chosen
 
 
 def worker(model: str, mode: str) -> None:

@@ -264,7 +264,8 @@ class OrderFeedback(Feeder):
             )
         self.finish()
         ordering = self._transport.ordering_state()
-        return {"ordering": ordering, "sampler": self.sampler.state_dict()}
+        rows = self._transport.source.state_dict()
+        return {"ordering": ordering, "sampler": self.sampler.state_dict(), "rows": rows}
 
     def load_state_dict(
         self, state: Mapping[str, Any], skipped_by: Literal["sampler", "loader"] = "sampler"
@@ -274,6 +275,7 @@ class OrderFeedback(Feeder):
         self._transport.forget()
         self._transport.finish()  # what was fed before must not be learned after
         self._transport.load_ordering_state(state["ordering"])
+        self._transport.source.load_state_dict(state.get("rows", {}))
         self.sampler.load_state_dict(state["sampler"], skipped_by=skipped_by)
         self._checked_orders = False
 

@@ -7,8 +7,9 @@ gradient of a whole batch, `ExampleRowSource` that of every example; `RowSource`
 Shapes: U units of a batch, D parameters, k columns of a row.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,10 @@ from gradherd.hooks.fsdp_torch import fsdp_modules
 from gradherd.hooks.parameter_hooks import ParameterHooks, gradient_registrar
 from gradherd.rows.capture import Capture
 from gradherd.rows.layer_plan import unwrap_model
-from gradherd.rows.row_check import LOOK_CLOSER
 from gradherd.rows.settings import BatchRows, ExactRows, RowSettings, SketchRows, TwoSidedRows
 from gradherd.rows.sketch import CountSketch
 from gradherd.rows.torch_names import call_after_backward, current_backward
 
-CHECK_FAILED = LOOK_CLOSER + 1
-"""Stands for every parameter in the mask of a rank whose check raised an error."""
 # Elsewhere a copy for each parameter costs little, and adds without rounding.
 AT_END_DEVICES = {"cuda"}
 _MOST_COPIED = 1 << 26
@@ -91,8 +89,12 @@ class RowSource:
         """Names of the parameters that rows leave out, with the reason."""
         return {}
 
-    def restart_checks(self) -> None:
-        """Check the next batches as if they were the first."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return what rows to come depend on, the same on all ranks."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Read rows as where `state_dict` was taken."""
 
     def clear(self) -> None:
         """Drop the last backward."""
@@ -249,10 +251,6 @@ class ExampleRowSource(Capture, RowSource):
             return single
         # A unit is ordered by the mean gradient of its examples.
         return single.view(len(single) // self._unit, self._unit, -1).mean(1)
-
-    def failed_check(self) -> Tensor:
-        """Return the mask of a rank whose check raised an error."""
-        return torch.full((len(self.spec.names),), CHECK_FAILED, dtype=torch.uint8)
 
 
 def make_row_source(

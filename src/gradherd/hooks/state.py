@@ -241,8 +241,9 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     def parts() -> Iterator[Mapping[str, Any]]:
         for state in states:
             check_state(state)
-            # Ordering and sampler are equal on all ranks, so any rank's will do.
-            merged.update({key: state[key] for key in ("ordering", "sampler") if key in state})
+            # These are equal on all ranks, so any rank's will do.
+            shared = ("ordering", "sampler", "rows")
+            merged.update({key: state[key] for key in shared if key in state})
             for key in EXCHANGES:
                 if key in state:
                     merged[key] = None  # below

@@ -13,7 +13,8 @@ from gradherd.comm.script import RankRunner
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec
 from gradherd.hooks.layouts import ColumnLayout, ShardSpan
-from gradherd.hooks.row_sources import CHECK_FAILED, RowSource
+from gradherd.hooks.row_sources import RowSource
+from gradherd.rows.row_check import CHECK_FAILED
 from gradherd.hooks.row_stats import RowFigures
 from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import EpochGatherer, RowGatherer, StepComparison
@@ -282,11 +283,6 @@ class GatheringTransport(RankTransport):
         left_out = list(self.source.left_out)
         seconds = {"seconds_in_backward": self.source.seconds_in_backward}
         return seconds | ({"rows_left_out": left_out} if left_out else {})
-
-    def load_ordering_state(self, state: Mapping[str, Any]) -> None:
-        """Load the state of the ordering; the model may have changed as well."""
-        super().load_ordering_state(state)
-        self.source.restart_checks()
 
     def finish(self) -> None:
         """Let the sampler learn all that was fed."""

@@ -9,7 +9,7 @@ Shapes: B examples, N elements of a sink, k elements of a row, D elements of all
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from gradherd.flat import FlatSpec
 from gradherd.rows.batch_dims import BatchDims
+from gradherd.rows.layer_choice import CHOSEN_AFTER, LayerChoice
 from gradherd.rows.layer_plan import LayerPlan, unwrap_model
 from gradherd.rows.module_hooks import UncopiedHook
-from gradherd.rows.row_check import LOOK_CLOSER, Registrar, RowCheck
+from gradherd.rows.row_check import CHECK_FAILED, LOOK_CLOSER, Registrar, RowCheck
 from gradherd.rows.settings import (
     DEFAULT_RANK,
     TOKEN_RANK,
@@ -29,8 +30,8 @@ from gradherd.rows.settings import (
     TwoSidedRows,
     row_length,
 )
-from gradherd.rows.sink import SinkPool, at_least_float32, is_spectrum
-from gradherd.rows.sink_layers import MapSettings
+from gradherd.rows.sink import SinkPool, SketchedLayer, at_least_float32, is_spectrum
+from gradherd.rows.sink_layers import DirectLayer, MapSettings
 from gradherd.rows.sketch import CountSketch, hashes
 from gradherd.rows.torch_names import current_backward, mark_constant
 
@@ -126,6 +127,8 @@ class Capture:
         }
         self._places = self._place_columns()
         self._pool.row_size, self._pool.starts = self._size, self._places
+        most = None if isinstance(settings, ExactRows) else settings.layers
+        self._choice = LayerChoice(self._pool, self._open_to_choice(), most)
         self._check = RowCheck(
             self.spec,
             self._parameters,
@@ -133,6 +136,7 @@ class Capture:
             self._pool,
             strict=settings.strict,
             register=sharded,
+            also_at=CHOSEN_AFTER if self._choice.is_needed else None,
         )
         self._pool.on_arrival = self._check.began = self._begin
         self._pool.is_apart = self._check.due
@@ -238,20 +242,31 @@ class Capture:
             examples: B, the number of examples of the batch.
 
         Returns:
-            A byte for each parameter, not 0 if something is wrong with it; None if no check is due.
+            A byte for each parameter, not 0 if something is wrong with it, and the levels of
+            layers (`LayerChoice`); None if no check is due.
         """
         if not self._check.due:
             return None
         self._refuse_mismatch(examples)
-        return self._check.check(examples)
+        mask, choice = self._check.check(examples), self._choice
+        chooses = choice.is_needed and self._check.is_regular
+        return torch.cat([mask, choice.levels(examples) if chooses else choice.no_levels()])
+
+    def failed_check(self) -> Tensor:
+        """Return the mask of a rank whose check raised an error."""
+        mask = torch.full((len(self.spec.names),), CHECK_FAILED, dtype=torch.uint8)
+        return torch.cat([mask, self._choice.no_levels()])
 
     def leave_out(self, mask: Tensor) -> None:
         """Leave out the parameters whose byte in `mask` says so, from the rows that wait on.
 
+        And read the layers that its levels choose.
+
         Raises:
             RuntimeError: In strict mode, or if more than half of the elements are left out.
         """
-        flags = dict(zip(self.spec.names, mask.tolist(), strict=True))
+        count = len(self.spec.names)
+        flags = dict(zip(self.spec.names, mask[:count].tolist(), strict=True))
         chosen = [name for name, byte in flags.items() if byte not in (0, LOOK_CLOSER)]
         failures = self._check.failures or {}
         try:
@@ -262,6 +277,7 @@ class Capture:
         # Sums are wrong: on the next batch every layer has sinks of its own, so that it is known
         # which parameter it is.
         self._looks_closer = LOOK_CLOSER in flags.values()
+        self._choice.choose(mask[count:])
 
     def _refuse_mismatch(self, examples: int) -> None:
         sizes = set(self._pool.sizes)
@@ -313,9 +329,26 @@ class Capture:
             self._check.next_batch(self._model.training)
             if self._looks_closer:
                 self._check.restart()
-            self._pool.is_apart, self._pool.compiles_apart = self._check.due, self._looks_closer
+            self._set_apart()
             self.clear()
         return rows.mul_(scale)
+
+    def _set_apart(self) -> None:
+        """Decide whether layers have sinks of their own on the next batch."""
+        pool, check, choice = self._pool, self._check, self._choice
+        # A graph of its own, in which they have, is compiled only if nothing else will do.
+        chooses = choice.is_needed and not choice.is_made and check.is_regular
+        pool.is_apart, pool.compiles_apart = check.due, self._looks_closer or chooses
+
+    def _open_to_choice(self) -> list[SketchedLayer]:
+        """Return the layers that need not be read."""
+        # A weight that is used twice, as by an embedding and a head, is read in both places.
+        shared = {id(use.layer) for uses in self._uses.values() if len(uses) > 1 for use in uses}
+        return [
+            layer
+            for layer in self._pool.layers
+            if not (layer.has_own_sinks or isinstance(layer, DirectLayer) or id(layer) in shared)
+        ]
 
     def _warn_of_unfrozen(self) -> None:
         """Warn once of each parameter that was frozen when the rows were set up."""
@@ -353,10 +386,12 @@ class Capture:
             elif rows is not None:
                 total += self._sketch(rows, self.spec.names[index])
         columns: dict[str, Tensor] = {}
+        # Sums that are wrong are left out, until it is known what is wrong with them.
+        omitted = {key for one in self._pool.layers if one.is_idle for key in one.own_keys}
+        omitted |= self._check.suspects
         for own, rows in self._pool.arrived.items():
             key = self._shared_keys.get(own, own)
-            # Sums that are wrong are left out, until it is known what is wrong with them.
-            if key in self._layout and own not in self._check.suspects:
+            if key in self._layout and own not in omitted:
                 columns[key] = columns[key] + rows if key in columns else rows
         for key in self._places:
             if key in columns:
@@ -394,7 +429,7 @@ class Capture:
 
         For callers that have the gradients of single examples anyway.
         """
-        if self._whole or self._check.left_out:
+        if self._whole or self._check.left_out or self._choice.idle:
             raise ValueError("rows of this model are not a product of its gradients and a matrix")
         blocks = []
         for index, (count, shape) in enumerate(
@@ -424,7 +459,18 @@ class Capture:
     def restart_checks(self) -> None:
         """Check the next batches as if they were the first."""
         self._check.restart()
-        self._pool.is_apart = True
+        self._set_apart()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which layers are read, and after how many batches."""
+        choice = self._choice
+        return {"batches": self._check.batches, "idle": choice.idle if choice.is_made else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Read the same layers; the model may have changed as well, so checks begin again."""
+        self._check.batches = state.get("batches", 0)
+        self._choice.load(state.get("idle"))
+        self.restart_checks()
 
     def clear(self) -> None:
         """Forget everything recorded."""

@@ -33,6 +33,8 @@ MAX_SHARE = 0.5
 """Share of the elements that may be left out before the rest is no basis for an order."""
 LOOK_CLOSER = 2
 """Byte of a check: one of several parameters has no usable rows; the next batch will tell which."""
+CHECK_FAILED = 3
+"""Stands for every parameter in the mask of a rank whose check raised an error."""
 
 _RELEVANT_SHARE = 1e-2
 """Share of the whole row below which errors are measured against the whole row."""
@@ -66,6 +68,7 @@ class RowCheck:
         *,
         strict: bool = False,
         register: Registrar | None = None,
+        also_at: int | None = None,
     ) -> None:
         """Register a hook on each parameter.
 
@@ -77,6 +80,7 @@ class RowCheck:
             strict: Raise when a parameter would be left out.
             register: Registers a hook for a parameter's gradient; None is torch's own way, in
                 front of the user's hooks.
+            also_at: Number of one more batch that is checked.
         """
         self.began: Callable[[], None] = lambda: None
         """Called with each gradient of a parameter, before it is noted."""
@@ -96,7 +100,9 @@ class RowCheck:
         self._strict, self._register = strict, register or register_first
         # Projected gradients of this batch, by the index of the parameter and by slot.
         self._references: dict[int, dict[int, Tensor]] = {}
-        self._batches = 0
+        self.batches = 0
+        """Batches so far."""
+        self._also_at = also_at
         self._remaining = FIRST_CHECKS
         self._training: bool | None = None
         self._handles: dict[int, Any] = {}
@@ -129,6 +135,12 @@ class RowCheck:
             for slot, kept in zip(use.slots, use.project(at_least_float32(grad)), strict=True):
                 # A copy: it may be the gradient itself, which DDP averages in place.
                 known[slot] = known[slot] + kept if slot in known else kept.clone()
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether the current batch is checked in any case, not just after a start."""
+        every = self.batches > 0 and self.batches % CHECK_EVERY == 0
+        return every or self.batches == self._also_at
 
     def is_left_out(self, index: int) -> bool:
         """Say whether a parameter is left out."""
@@ -170,6 +182,8 @@ class RowCheck:
                         found.setdefault(slot, []).append(use.columns(slot, arrived[key]))
                 if (key := use.layer.keys[use.usual_slot]) in arrived:
                     shared.append((key, use.usual_slot))
+            if not found and uses[0].layer.is_idle:  # alone: idle layers share no parameters
+                continue
             if found or not shared:
                 apart[index] = found
             else:
@@ -302,14 +316,14 @@ class RowCheck:
             training: Mode of the model. Other modes may take other paths.
         """
         self.clear()
-        self._batches += 1
+        self.batches += 1
         # Counted before a change of mode is looked at: that starts the count again.
         self._remaining = max(0, self._remaining - 1)
         if self._training is not None and training != self._training:
             self._remaining = FIRST_CHECKS
         self._training = training
         before = self.due
-        self.due = self._remaining > 0 or self._batches % CHECK_EVERY == 0
+        self.due = self._remaining > 0 or self.is_regular
         if self.due != before:
             self._set_hooks()
 

@@ -28,13 +28,14 @@ class ExampleRows:
             raise ValueError(f"reduction must be 'mean' or 'sum', got {self.reduction!r}")
         if self.strict not in (True, False):  # any text is true, "no" included
             raise ValueError(f"strict must be True or False, got {self.strict!r}")
-        for name in ("batch_dim", "size", "rank"):
+        for name in ("batch_dim", "size", "rank", "layers"):
             value = getattr(self, name, None)
             if value is not None and type(value) is not int:  # True is an int, too
                 raise ValueError(f"{name} must be a whole number, got {value!r}")
-        size = getattr(self, "size", None)
-        if size is not None and size < 1:
-            raise ValueError(f"size must be at least 1, got {size}")
+        for name in ("size", "layers"):
+            value = getattr(self, name, None)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,16 @@ class ExactRows(ExampleRows):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SketchRows(ExampleRows):
+class SketchedRows(ExampleRows):
+    """What sketches of single examples have in common."""
+
+    layers: int | None = 32
+    """Most layers that rows are read from, chosen after some batches: those in which the gradients
+    of examples differ most. None reads all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SketchRows(SketchedRows):
     """A short sketch of each gradient; inner products of sketches are right on average."""
 
     size: int = 512
@@ -53,7 +63,7 @@ class SketchRows(ExampleRows):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwoSidedRows(ExampleRows):
+class TwoSidedRows(SketchedRows):
     """A sketch whose length grows with the model, projected from both sides as it arrives.
 
     For large layers with many positions (convolutions, transformers) it costs a few percent of a

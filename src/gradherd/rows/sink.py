@@ -470,6 +470,10 @@ class SinkPool:
             return self.compiles_apart and not self.is_exact
         return self.is_apart or self.is_exact
 
+    def passes_idle(self) -> bool:
+        """Say whether idle layers run as if nothing was attached."""
+        return self.recorded is None and not self.is_apart_now()
+
     def batch_now(self) -> Any:
         """Return the examples of the forward that runs; None outside of forwards."""
         if self.batch is None and not torch.compiler.is_compiling() and current_backward() != -1:
@@ -540,6 +544,8 @@ class SketchedLayer(ABC):
         """Last dimensions of the input that cannot hold examples."""
         self.compiles = True
         """Whether the layer may be part of a graph."""
+        self.is_idle = False
+        """Whether rows are not read from it, except on batches on which layers are apart."""
         self._kernels: dict[Any, KernelPair] = {}
         self.known: dict[Any, KnownUse | None] = {}
         """Uses of the layer where it is not compiled; None for those without rows."""
@@ -657,6 +663,8 @@ class SketchedLayer(ABC):
                 else self.tap_shared(module, inputs, output)
             )
         if not pool.is_open or not torch.is_grad_enabled() or not output.requires_grad:
+            return output
+        if self.is_idle and not pool.is_apart_now():
             return output
         kept = self.saved(module)
         if torch.compiler.is_compiling():
@@ -793,6 +801,8 @@ class Tapped:
         layer = self._gradherd_tap  # type: ignore[attr-defined]
         # The input comes first, whatever its name.
         inputs = args[0] if args else next(iter(kwargs.values()))
+        if layer.is_idle and layer.pool.passes_idle():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
         if layer.casts and torch.is_autocast_enabled(inputs.device.type):
             # What autocast would do inside, done here: the layer and its rows then hold one copy.
             dtype = torch.get_autocast_dtype(inputs.device.type)

@@ -13,6 +13,7 @@ of a row.
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -46,7 +47,14 @@ from gradherd.ordering.coordination import (
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.registry import make_policy
 from gradherd.ordering.sharding import UnitSharding
-from gradherd.rows.settings import BatchRows, RowSettings, choose_rows, resolve_rows, row_length
+from gradherd.rows.settings import (
+    BatchRows,
+    RowSettings,
+    SketchedRows,
+    choose_rows,
+    resolve_rows,
+    row_length,
+)
 
 
 def make_ordering(config: RunConfig, examples: int) -> tuple[UnitSharding, Ordering]:
@@ -264,6 +272,9 @@ class VirtualTrainer(Trainer):
         if needs_rows:
             rows = row_settings(config, needs_rows, size)
             self._gradients_are_rows = isinstance(rows, BatchRows) and config.workers > 1
+            if isinstance(rows, SketchedRows):
+                # Ranks agree on the layers they read; workers that take turns read all.
+                rows = replace(rows, layers=None)
             if not self._gradients_are_rows:
                 self._rows = [
                     make_row_source(model, rows, config.unit, config.batch_size)
