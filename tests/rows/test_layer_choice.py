@@ -167,6 +167,18 @@ def test_a_compiled_model_is_compiled_twice_more_and_then_stays():
     assert not capture.left_out and compiled == 3
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_blocks_that_are_compiled_alike_are_all_read():
+    torch._dynamo.reset()
+    model, capture = make()
+    for layer in model.layers:
+        layer.compile(backend="aot_eager")
+    for seed in range(CHOSEN_AFTER + 2):
+        mean = step(model, capture, seed).mean(0)
+    torch.testing.assert_close(mean, projected(model, capture))
+    assert idle_layers(capture) == []
+
+
 def trained(layers, steps):
     """Train on ranks on which other layers are quiet; return those that are idle."""
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gradherd.flat import FlatSpec
 from gradherd.rows.batch_dims import BatchDims
 from gradherd.rows.layer_choice import CHOSEN_AFTER, LayerChoice
-from gradherd.rows.layer_plan import LayerPlan, unwrap_model
+from gradherd.rows.layer_plan import LayerPlan, compiled_modules, unwrap_model
 from gradherd.rows.module_hooks import UncopiedHook
 from gradherd.rows.row_check import CHECK_FAILED, LOOK_CLOSER, Registrar, RowCheck
 from gradherd.rows.settings import (
@@ -249,8 +249,8 @@ class Capture:
             return None
         self._refuse_mismatch(examples)
         mask, choice = self._check.check(examples), self._choice
-        chooses = choice.is_needed and self._check.is_regular
-        return torch.cat([mask, choice.levels(examples) if chooses else choice.no_levels()])
+        levels = choice.levels(examples) if self._may_choose() else choice.no_levels()
+        return torch.cat([mask, levels])
 
     def failed_check(self) -> Tensor:
         """Return the mask of a rank whose check raised an error."""
@@ -335,10 +335,17 @@ class Capture:
 
     def _set_apart(self) -> None:
         """Decide whether layers have sinks of their own on the next batch."""
-        pool, check, choice = self._pool, self._check, self._choice
+        self._pool.is_apart = self._check.due
         # A graph of its own, in which they have, is compiled only if nothing else will do.
-        chooses = choice.is_needed and not choice.is_made and check.is_regular
-        pool.is_apart, pool.compiles_apart = check.due, self._looks_closer or chooses
+        chooses = not self._choice.is_made and self._may_choose()
+        self._pool.compiles_apart = self._looks_closer or chooses
+
+    def _may_choose(self) -> bool:
+        """Say whether layers may be chosen by the current batch."""
+        if not (self._check.is_regular and self._choice.is_needed):
+            return False
+        # Blocks that are compiled by themselves share one graph, so they are read alike.
+        return not any(compiled_modules(self._model))  # the model's own name is empty
 
     def _open_to_choice(self) -> list[SketchedLayer]:
         """Return the layers that need not be read."""

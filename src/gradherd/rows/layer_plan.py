@@ -122,15 +122,21 @@ def unwrap_model(model: nn.Module) -> nn.Module:
             return model
 
 
+def compiled_modules(model: nn.Module) -> Iterator[str]:
+    """Yield the names of modules that are compiled; that of the model itself is empty."""
+    for name, module in model.named_modules():
+        wrapped = "_orig_mod" in module._modules
+        if wrapped or getattr(module, "_compiled_call_impl", None) is not None:
+            yield name
+
+
 def refuse_compiled(model: nn.Module) -> None:
     """Raise ValueError if a part of a model is compiled: it ignores hooks that are set later."""
-    for name, module in model.named_modules():
-        compiled = "_orig_mod" in module._modules
-        if compiled or getattr(module, "_compiled_call_impl", None) is not None:
-            raise ValueError(
-                f"module '{name}' is compiled, and hooks set after torch.compile are ignored: "
-                "attach to the model before compiling it, use rows='sketch', or order whole batches"
-            )
+    for name in compiled_modules(model):
+        raise ValueError(
+            f"module '{name}' is compiled, and hooks set after torch.compile are ignored: "
+            "attach to the model before compiling it, use rows='sketch', or order whole batches"
+        )
 
 
 @dataclass(frozen=True)

@@ -470,10 +470,6 @@ class SinkPool:
             return self.compiles_apart and not self.is_exact
         return self.is_apart or self.is_exact
 
-    def passes_idle(self) -> bool:
-        """Say whether idle layers run as if nothing was attached."""
-        return self.recorded is None and not self.is_apart_now()
-
     def batch_now(self) -> Any:
         """Return the examples of the forward that runs; None outside of forwards."""
         if self.batch is None and not torch.compiler.is_compiling() and current_backward() != -1:
@@ -597,6 +593,10 @@ class SketchedLayer(ABC):
         """Do so for the first time."""
         return None, None
 
+    def passes(self) -> bool:
+        """Say whether the layer runs as if nothing was attached."""
+        return not self.pool.is_apart_now() and self.is_idle and self.pool.recorded is None
+
     def is_single(self, shape: torch.Size) -> bool:
         """Say whether an input of this shape has one position for each example."""
         return len(shape) == 2
@@ -664,7 +664,7 @@ class SketchedLayer(ABC):
             )
         if not pool.is_open or not torch.is_grad_enabled() or not output.requires_grad:
             return output
-        if self.is_idle and not pool.is_apart_now():
+        if self.passes():
             return output
         kept = self.saved(module)
         if torch.compiler.is_compiling():
@@ -801,7 +801,7 @@ class Tapped:
         layer = self._gradherd_tap  # type: ignore[attr-defined]
         # The input comes first, whatever its name.
         inputs = args[0] if args else next(iter(kwargs.values()))
-        if layer.is_idle and layer.pool.passes_idle():
+        if layer.passes():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if layer.casts and torch.is_autocast_enabled(inputs.device.type):
             # What autocast would do inside, done here: the layer and its rows then hold one copy.

@@ -433,7 +433,7 @@ class ChannelNorm(NormLayer):
         trained = is_trained(module, ("weight",)) and is_trained(module, ("bias",))
         if not trained or inputs.dim() < 3 or self.batch_dim(inputs) != 0:
             return None
-        if self.is_idle and not pool.is_apart_now():
+        if self.passes():
             return None
         return None if inputs.shape[0] > pool.examples else self.sinks(module, False)[1]
 
