@@ -110,7 +110,7 @@ def test_hashes_are_gone_when_nothing_is_attached(unit: int) -> None:
     step(0)
     before = tensors()
     step(1)
-    assert tensors() == before
+    assert tensors() <= before  # garbage of other tests may go meanwhile
 
 
 def test_a_long_vector_is_sketched_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
