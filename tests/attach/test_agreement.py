@@ -10,7 +10,7 @@ CHANGES = {
     "order (CDGraB": {"policy": "d-rr"},
     "batch_size (4 on rank 0; 8 on rank 1)": {"batch": 8},
     "unit (4 on rank 0; 2 on rank 1)": {"unit": 2, "rows": "sketch"},
-    "rows (BatchRows() on rank 0; SketchRows(reduction=mean, batch_dim=None, layers=24, size=512": {
+    "rows (BatchRows() on rank 0; SketchRows(reduction=mean, batch_dim=None, layers=16, size=512": {
         "rows": "sketch"
     },
     "seed (0 on rank 0; 3 on rank 1)": {"seed": 3},

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gradherd.flat import FlatSpec
 from gradherd.rows.batch_dims import BatchDims
-from gradherd.rows.layer_choice import CHOSEN_AFTER, LayerChoice
+from gradherd.rows.layer_choice import CHOSEN_AFTER, CHOSEN_AGAIN, LayerChoice
 from gradherd.rows.layer_plan import LayerPlan, compiled_modules, unwrap_model
 from gradherd.rows.module_hooks import UncopiedHook
 from gradherd.rows.row_check import CHECK_FAILED, LOOK_CLOSER, Registrar, RowCheck
@@ -136,7 +136,7 @@ class Capture:
             self._pool,
             strict=settings.strict,
             register=sharded,
-            also_at=CHOSEN_AFTER if self._choice.is_needed else None,
+            also_at=(CHOSEN_AFTER, CHOSEN_AGAIN) if self._choice.is_needed else (),
         )
         self._pool.on_arrival = self._check.began = self._begin
         self._pool.is_apart = self._check.due

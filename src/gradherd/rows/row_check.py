@@ -68,7 +68,7 @@ class RowCheck:
         *,
         strict: bool = False,
         register: Registrar | None = None,
-        also_at: int | None = None,
+        also_at: Sequence[int] = (),
     ) -> None:
         """Register a hook on each parameter.
 
@@ -80,7 +80,7 @@ class RowCheck:
             strict: Raise when a parameter would be left out.
             register: Registers a hook for a parameter's gradient; None is torch's own way, in
                 front of the user's hooks.
-            also_at: Number of one more batch that is checked.
+            also_at: Numbers of more batches that are checked.
         """
         self.began: Callable[[], None] = lambda: None
         """Called with each gradient of a parameter, before it is noted."""
@@ -140,7 +140,7 @@ class RowCheck:
     def is_regular(self) -> bool:
         """Whether the current batch is checked in any case, not just after a start."""
         every = self.batches > 0 and self.batches % CHECK_EVERY == 0
-        return every or self.batches == self._also_at
+        return every or self.batches in self._also_at
 
     def is_left_out(self, index: int) -> bool:
         """Say whether a parameter is left out."""

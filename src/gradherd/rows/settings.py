@@ -47,7 +47,7 @@ class ExactRows(ExampleRows):
 class SketchedRows(ExampleRows):
     """What sketches of single examples have in common."""
 
-    layers: int | None = 24
+    layers: int | None = 16
     """Most layers that rows are read from, chosen after some batches: those in which the gradients
     of examples differ most. None reads all."""
 
