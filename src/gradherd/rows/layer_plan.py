@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradherd.flat import FlatSpec
 from gradherd.rows.batch_dims import BatchDims
 from gradherd.rows.looped_modules import LoopedModule
-from gradherd.rows.sink import SinkPool, SketchedLayer, Tapped, tap_module
+from gradherd.rows.sink import SinkPool, SketchedLayer, tap_module
 from gradherd.rows.sink_layers import (
     ChannelNorm,
     ConvLayer,
@@ -22,7 +22,6 @@ from gradherd.rows.sink_layers import (
     MapSettings,
     NormLayer,
     TappedAttention,
-    TappedBatchNorm,
     TappedParameters,
 )
 from gradherd.rows.sink_maps import (
@@ -229,9 +228,7 @@ class LayerPlan:
                 self._add_attention(owner)
             elif layer is not None and elsewhere.isdisjoint(owner.parameters.values()):
                 self._fill(layer, owner.parameters)
-                is_batch_norm = isinstance(layer, ChannelNorm) and not layer.groups
-                kind = TappedBatchNorm if is_batch_norm else Tapped
-                self.untap.append(tap_module(owner.module, layer, kind))
+                self.untap.append(tap_module(owner.module, layer))
             elif has_layers(owner) and not maps.is_exact:
                 self._add_direct(owner)
             elif dims.sharded:

@@ -424,78 +424,9 @@ class ChannelNorm(NormLayer):
             return None, None
         return None, BatchNormKernels(self.vector, self.eps)
 
-    def graph_sink(self, module: Any, inputs: Tensor) -> Tensor | None:
-        """Return the sink for a `BatchNormTap`; None if the layer is tapped as others are."""
-        pool = self.pool
-        takes = pool.is_open and pool.recorded is None and torch.is_grad_enabled()
-        if self.groups or not takes or not module.training or self.parts != ("weight", "bias"):
-            return None
-        trained = is_trained(module, ("weight",)) and is_trained(module, ("bias",))
-        if not trained or inputs.dim() < 3 or self.batch_dim(inputs) != 0:
-            return None
-        if self.passes():
-            return None
-        return None if inputs.shape[0] > pool.examples else self.sinks(module, False)[1]
-
     def summed_dims(self, moved: Tensor) -> tuple[int, ...]:
         """Return all dimensions behind the channels."""
         return tuple(range(2, moved.dim()))
-
-
-class BatchNormTap(torch.autograd.Function):
-    """A BatchNorm in training whose backward has the sums over each example's positions.
-
-    The gradients of scale and shift are sums of these, so rows cost no pass over input and
-    gradient. For graphs: a compiler makes kernels of it as good as those of the layer itself.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor, output: Tensor, sink: Tensor,
-        layer: "ChannelNorm",
-    ) -> Tensor:  # fmt: skip
-        """Return the output, which the layer has computed without gradients."""
-        ctx.save_for_backward(inputs, weight)
-        ctx.layer = layer
-        return output.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grads: Tensor) -> Any:
-        """Return the gradients of input, scale and shift, and the rows."""
-        inputs, weight = ctx.saved_tensors
-        layer: ChannelNorm = ctx.layer
-        wide, each = at_least_float32(inputs), at_least_float32(grads)
-        over = (0, *range(2, inputs.dim()))
-        # As the layer computes them, so that a compiler finds that it has them already.
-        var, mean = torch.var_mean(wide, dim=over, correction=0, keepdim=True)
-        deviation = (var + layer.eps).rsqrt()
-        centred = (wide - mean) * deviation
-        scale, shift = layer.summed(each * centred, 0), layer.summed(each, 0)
-        ones = [1] * (inputs.dim() - 2)
-        count = inputs.numel() // inputs.shape[1]
-        means = [(sums.sum(0) / count).view(1, -1, *ones) for sums in (scale, shift)]
-        own = (each - means[1] - centred * means[0]) * (deviation * weight.view(1, -1, *ones))
-        rows = layer.padded(layer.vector.finish(torch.cat([scale, shift], 1)))
-        of_weight = (one.sum(0).to(weight.dtype) for one in (scale, shift))
-        return own.to(inputs.dtype), *of_weight, None, rows, None
-
-
-class TappedBatchNorm(Tapped):
-    """A BatchNorm that is a `BatchNormTap` where it is compiled."""
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Normalise."""
-        module: Any = self
-        layer: ChannelNorm = module._gradherd_tap
-        sink = layer.graph_sink(module, inputs) if torch.compiler.is_compiling() else None
-        if sink is None:
-            return super().forward(inputs)  # type: ignore[no-any-return]
-        with torch.no_grad():
-            output = super(Tapped, self).forward(inputs)  # type: ignore[misc]
-        tapped: Tensor = BatchNormTap.apply(  # type: ignore[no-untyped-call]
-            inputs, module.weight, module.bias, output, sink, layer
-        )
-        return tapped
 
 
 class DirectLayer(SketchedLayer):
