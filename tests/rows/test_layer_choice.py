@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -179,27 +180,34 @@ def test_blocks_that_are_compiled_alike_are_all_read():
     assert idle_layers(capture) == []
 
 
-def trained(layers, steps):
+def trained(shards, layers, steps):
     """Train on ranks on which other layers are quiet; return those that are idle."""
     torch.manual_seed(0)
     rank = torch.distributed.get_rank()
     model = Net()
     data = TensorDataset(torch.randn(2 * BATCH * steps, WIDTH))
     order = gh.OrderedSampler(data, "cd-grab", batch_size=BATCH)
-    ddp = DDP(model)
-    herd = gh.attach(ddp, order=order, rows=TwoSidedRows(layers=layers))
+    if shards:
+        for layer in model.layers:
+            fully_shard(layer)
+        wrapped = fully_shard(model)
+    else:
+        wrapped = DDP(model)
+    herd = gh.attach(wrapped, order=order, rows=TwoSidedRows(layers=layers))
     model.weights.fill_(1)
     model.weights[[rank, rank + 2]] = 0.01
     for (x,) in DataLoader(data, batch_size=BATCH, sampler=order):
-        ddp(x).square().sum(1).mean().backward()
-        ddp.zero_grad()
+        wrapped(x).square().sum(1).mean().backward()
+        wrapped.zero_grad()
     state = herd.state_dict()
+    assert "rows_left_out" not in herd.metrics()
     herd.detach()
     return state["rows"]["idle"]
 
 
-def test_ranks_read_the_same_layers():
-    one, other = run_ranks(trained, 2, 8, CHOSEN_AFTER + 4)
+@pytest.mark.parametrize("shards", [False, True])
+def test_ranks_read_the_same_layers(shards):
+    one, other = run_ranks(trained, 2, shards, 8, CHOSEN_AFTER + 4)
     assert one == other
     assert len(one) == LAYERS - 8
 
