@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
 from gradherd.lab.ranks import run_ranks
-from gradherd.rows import row_check
+from gradherd.rows import layer_choice, row_check
 from gradherd.rows.capture import Capture
-from gradherd.rows.layer_choice import CHOSEN_AFTER
+from gradherd.rows.layer_choice import CHOSEN_AFTER, LayerChoice, centred_gram
 from gradherd.rows.settings import SketchRows, TwoSidedRows
 
 LAYERS, WIDTH, BATCH = 12, 6, 8
@@ -210,6 +210,24 @@ def test_ranks_read_the_same_layers(shards):
     one, other = run_ranks(trained, 2, shards, 8, CHOSEN_AFTER + 4)
     assert one == other
     assert len(one) == LAYERS - 8
+
+
+def test_layers_of_large_batches_are_compared_by_some_of_their_examples():
+    torch.manual_seed(0)
+    layer = Net().layers[0]
+    capture = Capture(layer, SketchRows(), batch_size=300)
+    layer(torch.randn(300, WIDTH)).square().mean().backward()
+    (tapped,) = capture._pool.layers
+    grams = []
+
+    def noted(*args):
+        grams.append(centred_gram(*args))
+        return grams[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_choice, "centred_gram", noted)
+        LayerChoice(capture._pool, [tapped], 1).levels(300)
+    assert [gram.shape for gram in grams] == [(64, 64)]
 
 
 def test_the_log_says_how_many_layers_are_read(caplog):

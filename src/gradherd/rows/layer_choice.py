@@ -23,6 +23,9 @@ no other layer has a gradient at first."""
 LEAST_SHARE = 1e-3
 """Share below which a layer is not read, however few others there are."""
 
+_MOST_EXAMPLES = 64
+"""Examples by which layers are compared: inner products of all layers then take little memory."""
+
 # A byte holds the logarithm of a share; lower ones are taken by what a check has to say.
 _LOWEST, _STEPS = 16, 8  # eighths of an octave
 
@@ -62,10 +65,11 @@ class LayerChoice:
 
         0 stands for a layer without rows. The largest of all ranks counts.
         """
+        count = min(examples, _MOST_EXAMPLES)
         grams = {
             layer.name: gram
             for layer in self._pool.layers
-            if (gram := centred_gram(layer, self._pool.arrived, examples)) is not None
+            if (gram := centred_gram(layer, self._pool.arrived, count)) is not None
         }
         found = [at for at, layer in enumerate(self._layers) if layer.name in grams]
         levels = self.no_levels()
