@@ -192,8 +192,8 @@ class Herd:
     def state_dict(self, *, gather: bool = True) -> dict[str, Any]:
         """Return everything that determines how training continues. All ranks must call it.
 
-        "ordering" and "sampler" are the same on all ranks. Residuals differ: with `gather`, rank
-        0's "sparsify" holds those of all ranks, so it is enough that rank 0 saves its state. That
+        "ordering", "sampler" and "rows" are the same on all ranks. Residuals differ: with `gather`,
+        rank 0's "sparsify" holds those of all ranks, so it is enough that it saves its state. That
         takes the memory of one fp32 model for each rank on rank 0's CPU (two with momentum). With
         local steps it is "local", which within a phase also holds the weights of each rank: the
         model's own state is that of one rank only. torch.distributed.checkpoint refuses to save

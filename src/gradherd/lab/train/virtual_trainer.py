@@ -4,7 +4,8 @@ The maths is that of real ranks. Each worker's gradient is computed on its own, 
 generators and with rank 0's buffers, means are summed in the order of ranks, and rows reach the
 order in the same groups. So up to `ONE_BUCKET_ELEMENTS` parameters (and with as many threads) a run
 has the same bits as on real ranks, except where whole batches are ordered: their inner products are
-summed in another order.
+summed in another order, and where single examples of a model of more than 16 layers are sketched:
+ranks read the layers that they agree on, workers that take turns read all.
 
 Letters: R workers, B examples of a worker in a step, D parameters, U units of a batch, k elements
 of a row.
