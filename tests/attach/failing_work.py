@@ -142,3 +142,27 @@ def attach_without_sockets():
     learned = herd.metrics()["total_examples_fed_back"]
     herd.detach()
     return said, own, averaged, learned
+
+
+def metrics_after_a_failed_exchange():
+    """Return the metrics of a rank whose last signs failed, and what the next call says."""
+    ddp, data = DDP(network()), examples(16)
+    sampler = gh.OrderedSampler(data, "cd-grab", batch_size=4, unit=4)
+    herd, optimizer = gh.attach(ddp, order=sampler), torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def has_left(slices, claim, release):
+        release(None)
+        raise RuntimeError("connection closed by peer")
+
+    for number, (x, y) in enumerate(herd.batches(DataLoader(data, batch_size=4, sampler=sampler))):
+        if number == 1:
+            herd._feedback._transport.wait()
+            herd._feedback._transport._sign = has_left
+        F.cross_entropy(ddp(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    metrics = herd.metrics()
+    try:
+        sampler.set_epoch(1)
+    except RuntimeError as error:
+        return metrics, str(error)

@@ -112,3 +112,9 @@ def test_a_group_that_cannot_be_made_leaves_ddp_as_it_was():
         assert said == "no sockets left"
         assert not torch.equal(own, averaged)
         assert learned == 8
+
+
+def test_metrics_tell_of_a_run_whose_other_ranks_have_left():
+    for metrics, said in run_ranks(work.metrics_after_a_failed_exchange, 2):
+        assert (metrics["epoch"], metrics["examples_fed_back"]) == (0, 8)
+        assert said == "connection closed by peer"  # an order that was not learned is no secret

@@ -40,15 +40,20 @@ class BackgroundThread:
             weakref.finalize(self, thread.jobs.put, None).atexit = False
         self._thread.put(_Job(job))
 
-    def wait(self) -> None:
-        """Return when all jobs are done; raise the error of the last one, if it failed."""
+    def wait(self, *, raises: bool = True) -> None:
+        """Return when all jobs are done.
+
+        Args:
+            raises: Whether to raise the error of the last one, if it failed. Otherwise the next
+                call does.
+        """
         if self._thread is None:
             return
         job = self._thread.last
         while not job.done:
             job.wait(1.0)
-        error, job.error = job.error, None
-        if error is not None:
+        if raises and job.error is not None:
+            error, job.error = job.error, None
             raise error
 
     def close(self) -> None:

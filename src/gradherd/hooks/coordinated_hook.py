@@ -190,9 +190,9 @@ class SlicedTransport(RankTransport):
         self._drop_slices()
         self._separate, self._decided = {}, False
 
-    def wait(self) -> None:
+    def wait(self, *, raises: bool = True) -> None:
         """Return when the signs of all batches are computed."""
-        self._thread.wait()
+        self._thread.wait(raises=raises)
 
     def metrics(self) -> dict[str, Any]:
         """Return what averaging gradients has cost."""

@@ -223,7 +223,11 @@ class OrderFeedback(Feeder):
 
     def metrics(self) -> dict[str, Any]:
         """Return the epoch, how much of it was fed back, and what ordering alone has cost."""
-        cursor = self.sampler.state_dict()
+        # Another rank may have destroyed the group, while this one alone logs how it ended: that
+        # the last batches are not learned is for the next call to say which needs them.
+        with self._stopwatch:
+            self._transport.wait(raises=False)
+        cursor = self.sampler.cursor()
         own = self._transport.metrics()
         return {
             "epoch": cursor["epoch"],

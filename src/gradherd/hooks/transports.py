@@ -63,8 +63,12 @@ class RowTransport(ABC):
     def by_index(self) -> None:
         """Expect batches in any order from now on."""
 
-    def wait(self) -> None:
-        """Return when nothing runs beside the training loop."""
+    def wait(self, *, raises: bool = True) -> None:
+        """Return when nothing runs beside the training loop.
+
+        Args:
+            raises: Whether to raise what went wrong there. Otherwise the next call does.
+        """
 
     def finish(self) -> None:
         """Let the sampler learn all that was fed. All ranks must call it at the same point."""

@@ -393,11 +393,13 @@ class OrderedSampler(DistributedSampler[Any]):
         What was learned is in `ordering.state_dict()`: load that before the cursor.
         """
         self._told.before_reading()
-        return self.cursor(max(self._batches.position, self.ordering.steps * self.unit))
+        return self.cursor()
 
-    def cursor(self, position: int) -> dict[str, Any]:
-        """Return the cursor of a position in the current order."""
+    def cursor(self, position: int | None = None) -> dict[str, Any]:
+        """Return the cursor of a position in the current order; None: of what is known now."""
         ordering = self.ordering
+        if position is None:
+            position = max(self._batches.position, ordering.steps * self.unit)
         return {"epoch": ordering.epoch, "position": position, "version": ordering.version}
 
     def load_state_dict(
