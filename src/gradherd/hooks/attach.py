@@ -23,7 +23,7 @@ from gradherd.hooks.feedback import OrderFeedback, inner, refuse_attached
 from gradherd.hooks.fsdp_checks import WHOLE_ROWS_BELOW, ShardedWorlds, check_parameters
 from gradherd.hooks.fsdp_torch import fsdp_modules
 from gradherd.hooks.herd import Herd
-from gradherd.hooks.local_steps import LocalExchange, ShardedLocalExchange, float_buffers
+from gradherd.hooks.local_steps import LocalExchange, float_buffers
 from gradherd.hooks.parameter_hooks import check_optimizer, stepping_optimizer
 from gradherd.hooks.row_sources import RowSource, make_row_source
 from gradherd.hooks.sparse_hook import ShardedSparseHook, SparseHook, sparsifiable
@@ -198,9 +198,7 @@ def _make_exchange(
             local,
             local.lr_factor(world.size if worlds is None else worlds.replicate.size),
         )
-        if worlds is None:
-            return LocalExchange(model, optimizer, local, world)
-        return ShardedLocalExchange(model, optimizer, local, worlds, world)
+        return LocalExchange(model, optimizer, local, world, worlds)
     if settings is None:
         return None
     log.info("sparsifying by %s", settings)
@@ -319,8 +317,6 @@ def _check_local(
         raise ValueError(f"local must be gh.LocalSteps(), got {local!r}")
     if isinstance(model, DDP) and not hook_is_free(model):
         raise ValueError("local steps need the communication hook of DDP, and there is one already")
-    if fsdp_modules(model) and local.overlap:
-        raise ValueError("overlap=True is not supported for sharded models: leave it out")
     if sparsifies:
         raise ValueError("give the sparsifier to local steps: LocalSteps(method=..., values=...)")
     if scaler is not None:

@@ -21,6 +21,7 @@ from gradherd.comm.script import run
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec, wide_dtype
+from gradherd.hooks.fsdp_checks import ShardedWorlds
 from gradherd.hooks.state import gather_states
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.worker import Worker
@@ -39,7 +40,7 @@ class ModelExchange:
         parameters: The trainable parameters by name, in the order of the model.
         settings: The method, its density and what else it needs.
         world: The ranks that train the model together.
-        peers: Those of them that hold the same elements and exchange them.
+        sharded: Of a sharded model, who holds which shards; None of others.
         device: Where vectors live.
     """
 
@@ -51,10 +52,16 @@ class ModelExchange:
         parameters: Mapping[str, nn.Parameter],
         settings: Sparsify,
         world: World,
-        peers: World,
+        sharded: ShardedWorlds | None,
         device: torch.device,
     ) -> None:
-        self.world, self.peers = world, peers
+        self.world = world
+        self.peers = peers = world if sharded is None else sharded.replicate
+        """The ranks that hold the same elements and exchange them."""
+        self.sharded = sharded is not None
+        """Whether the model is sharded: this rank then has its shards, as the peers do."""
+        self.shards = World.single() if sharded is None else sharded.shard
+        """The ranks that hold the shards of this replica."""
         self.parameters = parameters
         self.layout = FlatSpec.small_last(parameters, settings.dense_below)
         self._worker = Worker(
@@ -84,7 +91,14 @@ class ModelExchange:
 
         A step is taken with all shards or with none, else they would drift apart.
         """
-        return here
+        if self.shards.size == 1:
+            return here
+        # One integer per step: a rank alone cannot know what has happened to another shard.
+        device = self._worker.feedback.residual.device
+        flag = torch.tensor([int(here)], dtype=torch.int32, device=device)
+        flags, sent = all_gather(flag, self.shards)
+        self.total_bytes += sent
+        return bool(flags.all())
 
     # Metrics.
 
@@ -107,6 +121,16 @@ class ModelExchange:
         return {"steps": self._worker.step}
 
     # States.
+
+    @property
+    def mesh(self) -> tuple[int, int]:
+        """Number of replicas, and of shards of each."""
+        return self.peers.size, self.shards.size
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Which replica and which shard this rank holds."""
+        return self.peers.rank, self.shards.rank
 
     def _vectors(self) -> dict[str, Tensor]:
         """Return the (D,) vectors that are kept between steps; they are loaded in place."""
@@ -141,8 +165,18 @@ class ModelExchange:
 
         Args:
             gather: Whether rank 0 also gets the states of the other ranks, in "other_ranks".
+
+        Raises:
+            RuntimeError: `gather` is set, but shards of all ranks do not belong on one of them.
         """
+        if self.sharded and gather and self.world.size > 1:
+            raise RuntimeError(
+                "every rank of a sharded model saves its own shards: use herd.stateful() with "
+                "torch.distributed.checkpoint, or herd.state_dict(gather=False) on each rank"
+            )
         state = self._own_state()
+        if self.sharded:
+            return state | {"mesh": list(self.mesh), "place": list(self.place)}
         if gather and self.world.size > 1:
             others = gather_states(state, self.world)
             if self.world.rank == 0:
@@ -153,11 +187,15 @@ class ModelExchange:
         return self._worker.state_dict() | self.vectors()
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Check that a state is of this model and these settings, and of this rank or merged.
-
-        Raises:
-            ValueError: It is not.
-        """
+        """Raise ValueError unless a state is of this model, settings and rank, or merged."""
+        if self.sharded:
+            for key, here in (("mesh", self.mesh), ("place", self.place)):
+                if state.get(key) != list(here):
+                    raise ValueError(
+                        f"{self.key} state has {key} {state.get(key)}, expected {list(here)}: save "
+                        "and load herd.stateful(saved_by=...) with torch.distributed.checkpoint, "
+                        "which reshards"
+                    )
         own = self._vectors()
         for key, (setting, example) in _OPTIONAL.items():
             if (key in state) != (key in own):
@@ -255,55 +293,3 @@ class GradientExchange(ModelExchange):
         """
         spans = self.layout.slices.items()
         return [(span.start, span.stop) for name, span in spans if name not in used]
-
-
-class ShardedExchange(ModelExchange):
-    """An exchange of this rank's shards with the ranks that hold the same ones in other replicas.
-
-    A subclass sets `shards`, the ranks that hold the other shards of this replica.
-    """
-
-    shards: World
-
-    @property
-    def mesh(self) -> tuple[int, int]:
-        """Number of replicas, and of shards of each."""
-        return self.peers.size, self.shards.size
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Which replica and which shard this rank holds."""
-        return self.peers.rank, self.shards.rank
-
-    def all_shards_agree(self, here: bool) -> bool:
-        """Return whether something holds for all shards of this replica."""
-        # One integer per step: a rank alone cannot know what has happened to another shard.
-        device = self._worker.feedback.residual.device
-        flag = torch.tensor([int(here)], dtype=torch.int32, device=device)
-        flags, sent = all_gather(flag, self.shards)
-        self.total_bytes += sent
-        return bool(flags.all())
-
-    def state_dict(self, gather: bool = True) -> dict[str, Any]:
-        """Return what this rank keeps of its shards.
-
-        Raises:
-            RuntimeError: `gather` is set: shards of all ranks do not belong on one of them.
-        """
-        if gather and self.world.size > 1:
-            raise RuntimeError(
-                "every rank of a sharded model saves its own shards: use herd.stateful() with "
-                "torch.distributed.checkpoint, or herd.state_dict(gather=False) on each rank"
-            )
-        return self._own_state() | {"mesh": list(self.mesh), "place": list(self.place)}
-
-    def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless a state is of this model, method and place in the mesh."""
-        for key, own in (("mesh", self.mesh), ("place", self.place)):
-            if state.get(key) != list(own):
-                raise ValueError(
-                    f"{self.key} state has {key} {state.get(key)}, expected {list(own)}: save and "
-                    "load herd.stateful(saved_by=...) with torch.distributed.checkpoint, which "
-                    "reshards"
-                )
-        super().check_state(state)

@@ -3,14 +3,13 @@
 `fully_shard` has no communication hook. It keeps its parameters in groups, one for each call, that
 gather them before a forward and reduce their gradients after a backward. This file reaches into
 those groups: for the gradient of every parameter before it is reduced, for the reduce-scatter, for
-the all-reduce hook, and for the end of a backward. Written against torch 2.13; `missing_names`
+and the all-reduce hook. Written against torch 2.13; `missing_names`
 says which of them another version lacks.
 """
 
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +43,6 @@ PARAMETER_NAMES = {
 STATE_NAMES = {
     "_is_root": "whether the module has turned out to be part of a larger sharded model",
     "_state_ctx": "whether a backward is announced to be the last",
-    "_root_post_backward_final_callback": "wrapped: the end of a backward",
 }
 """Of FSDPState, which a module has by `_get_fsdp_state`."""
 
@@ -316,32 +314,10 @@ def _param_groups(module: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]  # before 2.13
 
 
-def on_backward_end(model: nn.Module, hook: Callable[[], None]) -> Handle:
-    """Call `hook` after each backward of a sharded model, when all its gradients are reduced.
-
-    Not after those that set_is_last_backward(False) announces: torch leaves them unfinished.
-    """
-    # The module whose backward begins first has its callback called, on behalf of all.
-    states = [module._get_fsdp_state() for _, module in fsdp_modules(model)]
-    for state in states:
-        state._root_post_backward_final_callback = _then(state, hook)
-    # The wrapper is an attribute of the instance; deleting it uncovers the method of the class.
-    undo = partial(
-        _call_all, [partial(delattr, s, "_root_post_backward_final_callback") for s in states]
-    )
-    return Handle(undo)
-
-
-def _then(state: Any, hook: Callable[[], None]) -> Callable[..., Any]:
-    final = state._root_post_backward_final_callback
-
-    def callback(*args: Any, **kwargs: Any) -> Any:
-        result = final(*args, **kwargs)
-        if state._state_ctx.is_last_backward:
-            hook()
-        return result
-
-    return callback
+def is_last_backward(model: nn.Module) -> bool:
+    """Return whether torch completes this backward, as it does unless told otherwise before."""
+    _, module = fsdp_modules(model)[0]
+    return bool(module._get_fsdp_state()._state_ctx.is_last_backward)
 
 
 def is_inner(module: Any) -> bool:

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -11,16 +10,10 @@ from torch import Tensor, nn
 
 from gradherd.comm.checks import check_state
 from gradherd.comm.world import World
-from gradherd.hooks.exchange import ModelExchange, ShardedExchange
+from gradherd.hooks.exchange import ModelExchange
 from gradherd.hooks.feedback import OrderFeedback, attached_models, inner
 from gradherd.hooks.local_steps import LocalExchange
-from gradherd.hooks.state import (
-    NOT_FOR_DCP,
-    HerdState,
-    RefuseDCP,
-    ShardedHerdState,
-    part_of_rank,
-)
+from gradherd.hooks.state import NOT_FOR_DCP, HerdState, RefuseDCP, part_of_rank
 from gradherd.ordering.batches import FollowedLoader
 from gradherd.ordering.sampler import OrderedSampler
 
@@ -237,20 +230,14 @@ class Herd:
             part = part_of_rank(state[key], self._exchange.peers, key)
             self._exchange.check_state(part)
         # Only after the checks of both halves: a herd that is half loaded would go on training.
-        self.load_shared(state, skipped_by=skipped_by)
-        if self._exchange is not None:
-            self._exchange.load_state_dict(part)
-        if self.world.rank == 0:
-            self._warn_of_new_world(state)
-
-    def load_shared(
-        self, state: Mapping[str, Any], *, skipped_by: Literal["sampler", "loader"] = "sampler"
-    ) -> None:
-        """Load the part of a state that is equal on all ranks: what was learned of the order."""
         if self._feedback is not None:
             if "ordering" not in state:
                 raise ValueError("state has no 'ordering': it was saved without an order")
             self._feedback.load_state_dict(state, skipped_by)
+        if self._exchange is not None:
+            self._exchange.load_state_dict(part)
+        if self.world.rank == 0:
+            self._warn_of_new_world(state)
 
     def _warn_of_new_world(self, state: Mapping[str, Any]) -> None:
         """Warn once about what differs from a run with a constant number of ranks."""
@@ -277,20 +264,16 @@ class Herd:
                 "; ".join(changes),
             )
 
-    def stateful(
-        self, saved_by: int | tuple[int, int] | None = None
-    ) -> HerdState | ShardedHerdState:
+    def stateful(self, saved_by: int | tuple[int, int] | None = None) -> HerdState:
         """Return this herd in the form that torch.distributed.checkpoint saves and loads.
 
         Args:
             saved_by: Number of ranks that saved what is to be loaded, if it was another number;
                 with the residuals of a sharded model, (replicas, shards) of the mesh.
         """
-        if isinstance(self._exchange, ShardedExchange):
-            return ShardedHerdState(self, self._exchange, saved_by)
-        if isinstance(saved_by, tuple):
-            saved_by = math.prod(saved_by)
-        return HerdState(self, saved_by)
+        exchange = self._exchange
+        sharded = exchange if exchange is not None and exchange.sharded else None
+        return HerdState(self, saved_by, sharded)
 
     def detach(self) -> None:
         """Remove all hooks from model and sampler; the sampler keeps what it has learned.

@@ -17,7 +17,8 @@ Shapes: D elements of all parameters, or of this rank's shards, in the flat vect
 are sent.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,11 +33,12 @@ from gradherd.comm.collectives import all_gather
 from gradherd.comm.world import World
 from gradherd.flat import exchangeable, in_memory_order, local_shard, plain_name
 from gradherd.hooks.bucket_hook import BucketHook, world_of
-from gradherd.hooks.exchange import GradientExchange, ShardedExchange
+from gradherd.hooks.exchange import GradientExchange
 from gradherd.hooks.fsdp_checks import ShardedWorlds
-from gradherd.hooks.fsdp_torch import ShardedGroup, is_inner, on_backward_end
+from gradherd.hooks.fsdp_torch import Handle, ShardedGroup, is_inner, is_last_backward
 from gradherd.hooks.parameter_hooks import ParameterUsage, tracks_usage
 from gradherd.hooks.torch_names import scale_on_device
+from gradherd.rows.torch_names import call_after_backward, current_backward
 from gradherd.sparsify.gpu_worker import GpuSteps, runs_on_device
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.worker import Placement, clip_together, scale_by
@@ -60,7 +62,7 @@ class SparseHook(BucketHook, GradientExchange):
         """Register with DDP, whose hook must be free. All ranks must do so at the same point."""
         parameters, world = sparsifiable(ddp), world_of(ddp)
         device = next(iter(parameters.values())).device
-        GradientExchange.__init__(self, parameters, settings, world, world, device)
+        GradientExchange.__init__(self, parameters, settings, world, None, device)
         # After the checks: registering a hook with DDP cannot be undone.
         BucketHook.__init__(self, ddp, world)
         self._scaler, self._clip = scaler, settings.clip
@@ -244,7 +246,7 @@ def sparsifiable(ddp: DDP) -> dict[str, nn.Parameter]:
     return parameters
 
 
-class ShardedSparseHook(ShardedExchange, GradientExchange):
+class ShardedSparseHook(GradientExchange):
     """Exchanges a sharded model's gradients sparsely between its replicas."""
 
     def __init__(
@@ -257,8 +259,7 @@ class ShardedSparseHook(ShardedExchange, GradientExchange):
     ) -> None:
         """Hook into the model's groups. All ranks must do so at the same point."""
         parameters = exchangeable(model.named_parameters())
-        super().__init__(parameters, settings, world, worlds.replicate, worlds.groups[0].device)
-        self.shards = worlds.shard
+        super().__init__(parameters, settings, world, worlds, worlds.groups[0].device)
         self._model, self._scaler = model, scaler
         self._slices = self.layout.slices
         # Groups may be reduced several times before an exchange: layers that are used twice, and
@@ -266,19 +267,11 @@ class ShardedSparseHook(ShardedExchange, GradientExchange):
         self._grad = torch.zeros_like(self._worker.feedback.residual)
         self._touched: set[str] = set()
         self._averages = True
-        self._handles: list[Any] = [on_backward_end(model, self._end_of_backward)]
+        self._backward = -1  # the number of the last one; no backward has this
+        self._handles: list[Handle] = []
         for group in worlds.groups:
             self._handles.append(group.note_present())
-            self._handles.append(group.set_all_reduce_hook(self._collecting(group)))
-
-    def _collecting(self, group: ShardedGroup) -> Callable[[Tensor], None]:
-        """Return FSDP's all-reduce hook for a group."""
-
-        def collect(reduced: Tensor) -> None:
-            with self.stopwatch:
-                self._collect(group, reduced)
-
-        return collect
+            self._handles.append(group.set_all_reduce_hook(partial(self._collect, group)))
 
     def _collect(self, group: ShardedGroup, reduced: Tensor) -> None:
         """Add the flat result of a reduce-scatter to this rank's vector, and clear it."""
@@ -286,25 +279,30 @@ class ShardedSparseHook(ShardedExchange, GradientExchange):
             raise RuntimeError(
                 "the model is part of a larger one that fully_shard was called on: attach to that"
             )
+        if current_backward() != self._backward:
+            # After FSDP's own callback, which waits for the reduced gradients: it came first.
+            self._backward = current_backward()
+            call_after_backward(self._end_of_backward)
         # Read here, in the backward: the loop may set it anew before each one.
         self._averages = group.averages_replicas
         # Torch divides after this hook, but what is cleared here never gets there.
         _, divisor = group.divide_factors(reduced.dtype)
         at = 0
-        for parameter in group.noted:
-            piece, name = reduced[at : at + parameter.local_numel], plain_name(parameter.name)
-            if name in self._slices:
-                self._grad[self._slices[name]].add_(piece, alpha=1 / divisor)
-                self._touched.add(name)
-                piece.zero_()
-            else:  # It was frozen when the hook was attached, so it has no residual.
-                self._average_whole(piece)
-            at += parameter.span.width(self.shards.size)
+        with self.stopwatch:
+            for parameter in group.noted:
+                piece, name = reduced[at : at + parameter.local_numel], plain_name(parameter.name)
+                if name in self._slices:
+                    self._grad[self._slices[name]].add_(piece, alpha=1 / divisor)
+                    self._touched.add(name)
+                    piece.zero_()
+                else:  # It was frozen when the hook was attached, so it has no residual.
+                    self._average_whole(piece)
+                at += parameter.span.width(self.shards.size)
 
     def _end_of_backward(self) -> None:
         """Exchange what this backward has reduced, and add the mean to p.grad."""
         # Without a reduction (set_requires_gradient_sync), or to be averaged over replicas later.
-        if not self._touched or not self._averages:
+        if not self._touched or not self._averages or not is_last_backward(self._model):
             return
         with self.stopwatch, torch.no_grad():
             touched, self._touched = self._touched, set()

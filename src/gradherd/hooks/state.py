@@ -1,6 +1,7 @@
 """The state of a `Herd`: as bytes, gathered from all ranks, merged for other worlds."""
 
 import json
+import math
 import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ from gradherd.comm.collectives import gather, gather_objects
 from gradherd.comm.world import World
 
 if TYPE_CHECKING:
-    from gradherd.hooks.exchange import ShardedExchange
+    from gradherd.hooks.exchange import ModelExchange
     from gradherd.hooks.herd import Herd
 
 # What JSON holds without loss.
@@ -27,11 +28,11 @@ NOT_FOR_DCP = "dcp_needs_stateful"
 EXCHANGES = ("sparsify", "local")
 """Parts of a herd's state that differ between ranks: a herd has at most one of them."""
 _MERGED_KEYS = (
-    "residual", "owner_error", "velocity", "weights", "buffers", "snapshot", "optimizer"
+    "residual", "owner_error", "velocity", "weights", "buffers", "optimizer"
 )  # fmt: skip
 """Entries of a worker's state that hold a tensor for each parameter (or buffer) of that worker."""
 
-_COMMON_KEYS = ("shared", "outer_momentum", "arrival")
+_COMMON_KEYS = ("shared", "outer_momentum")
 """Large entries that are equal on all workers (local steps)."""
 
 
@@ -292,151 +293,115 @@ class HerdState:
     A checkpoint of another number of ranks is loaded with `saved_by`, before anything is saved:
 
         dcp.load({"model": ddp, "herd": herd.stateful(saved_by=4)}, checkpoint_id=folder)
-    """
 
-    def __init__(self, herd: "Herd", saved_by: int | None = None) -> None:
-        """Wrap a herd; `saved_by` ranks saved what is to be loaded, as many as now by default."""
-        self._herd = herd
-        self._saved_by = herd.world.size if saved_by is None else saved_by
-        if self._saved_by < 1:
-            raise ValueError(f"saved_by must be at least 1, got {saved_by}")
-
-    @property
-    def _names(self) -> list[str]:
-        """Entries to save or load: this rank's own, or those of all ranks that saved."""
-        world, size = self._herd.world, self._saved_by
-        ranks = [world.rank] if size == world.size else range(size)
-        return [f"rank-{rank}-of-{size}" for rank in ranks]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state; to load from other ranks, the names of theirs."""
-        # DCP asks for a state before it loads, to learn which names to read.
-        if self._saved_by != self._herd.world.size:
-            return dict.fromkeys(self._names, b"")
-        return {self._names[0]: pack(self._herd.state_dict(gather=False))}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where the state was saved. All ranks must call it.
-
-        Raises:
-            ValueError: The state of a rank is missing, empty or damaged.
-        """
-        states = (_unpacked(state, name) for name in self._names)
-        same = self._saved_by == self._herd.world.size
-        self._herd.load_state_dict(next(states) if same else merge_states(states))
-        self._saved_by = self._herd.world.size  # What is saved from now on is this rank's own.
-
-
-def _unpacked(state: Mapping[str, Any], name: str) -> Any:
-    """Return an entry of what DCP has loaded."""
-    if not state.get(name):  # empty: a placeholder, which DCP has saved instead of loading it
-        raise ValueError(
-            f"state of {name} is {'empty' if name in state else 'missing'}: was it saved by "
-            "another number of ranks, which stateful(saved_by=...) takes, or before it was loaded?"
-        )
-    return unpack(state[name])
-
-
-class ShardedHerdState:
-    """A herd with a sharded model as `Stateful` of DCP, which reshards.
-
-    Residuals belong to a replica and a shard of it. They are saved as DTensors, one for each
-    parameter and replica, so that DCP cuts them anew for another number of shards. Another number
-    of replicas gets the mean of all of them: a step applies the mean over replicas, so the mean
-    must not change.
-
-        dcp.save({"model": model.state_dict(), "herd": herd.stateful()}, checkpoint_id=folder)
-
-    A checkpoint of another mesh is loaded with its shape, before anything is saved:
-
-        dcp.load({"herd": herd.stateful(saved_by=(2, 4))}, checkpoint_id=folder)
+    What belongs to the parameters of a sharded model is saved beside it, as DTensors, one for each
+    parameter and replica: so DCP cuts them anew for another number of shards. Another number of
+    replicas gets the mean of all of them: a step applies the mean over replicas, so the mean must
+    not change. `saved_by` is then the shape of the mesh, (replicas, shards).
     """
 
     def __init__(
         self,
         herd: "Herd",
-        exchange: "ShardedExchange",
         saved_by: tuple[int, int] | int | None = None,
+        sharded: "ModelExchange | None" = None,
     ) -> None:
-        """Wrap a herd and its exchange.
+        """Wrap a herd, and its exchange if the model is `sharded`.
 
-        A mesh of `saved_by` (replicas, shards) saved what is to be loaded, that of now by default.
+        `saved_by` tells how many ranks saved what is to be loaded, as many as now by default.
         """
-        shape = exchange.mesh if saved_by is None else saved_by
-        if isinstance(shape, int) or len(shape) != 2 or min(shape) < 1:
+        self._herd, self._sharded = herd, sharded
+        self._mesh = (herd.world.size, 1) if sharded is None else sharded.mesh
+        if saved_by is None:
+            saved_by = self._mesh
+        elif sharded is None:
+            saved_by = (math.prod(saved_by) if isinstance(saved_by, tuple) else saved_by, 1)
+            if saved_by[0] < 1:
+                raise ValueError(f"saved_by must be at least 1, got {saved_by[0]}")
+        elif isinstance(saved_by, int) or len(saved_by) != 2 or min(saved_by) < 1:
             raise ValueError(
                 f"saved_by must be (replicas, shards) of a sharded model's mesh, got {saved_by!r}"
             )
-        self._herd, self._exchange, self._saved_by = herd, exchange, tuple(shape)
+        self._saved_by = tuple(saved_by)
+
+    def _rank(self) -> int:
+        """Return which of the entries is this rank's own."""
+        if self._sharded is None:
+            return self._herd.world.rank
+        replica, shard = self._sharded.place
+        return replica * self._mesh[1] + shard
+
+    @property
+    def _names(self) -> list[str]:
+        """Entries to save or load: this rank's own, or those that others have saved."""
+        size, ranks = math.prod(self._saved_by), range(1)
+        if self._saved_by == self._mesh:
+            ranks = range(self._rank(), self._rank() + 1)
+        elif self._sharded is None:  # else what is beside the tensors is equal, or starts again
+            ranks = range(size)
+        return [f"rank-{rank}-of-{size}" for rank in ranks]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state; to load from another mesh, what of it to read."""
-        exchange = self._exchange
-        if self._saved_by == exchange.mesh:
-            vectors = exchange.vectors()
-            # Not gathered: every rank writes its own shards, which is what DCP is for.
-            herd = self._herd.state_dict(gather=False)
-            own = herd.pop(exchange.key)
-            rest = {key: value for key, value in own.items() if key not in vectors}
-            state = {"shared": pack(herd), self._rest_name(exchange.place): pack(rest)}
-            return state | dict(self._tensors(vectors, exchange.place[0]))
-        # DCP asks for a state before it loads, to learn what to read, and where to put tensors.
-        state = {"shared": b"", self._rest_name((0, 0)): b""}
-        for replica in self._replicas():  # copies for each: DCP reads into them
-            state |= dict(self._tensors(exchange.vectors(), replica))
-        return state
+        """Return this rank's state; to load what others saved, what of it to read."""
+        # DCP asks for a state before it loads, to learn which names to read.
+        if self._saved_by != self._mesh:
+            return dict.fromkeys(self._names, b"") | dict(self._tensors())
+        herd = self._herd.state_dict(gather=False)
+        if self._sharded is not None:
+            # Not in this rank's entry: every rank writes its own shards, which is what DCP is for.
+            own, kept = herd[self._sharded.key], self._sharded.vectors()
+            herd[self._sharded.key] = {key: own[key] for key in own.keys() - kept.keys()}
+        return {self._names[0]: pack(herd)} | dict(self._tensors())
 
     def _replicas(self) -> range:
-        """Return the saved replicas whose residuals this rank continues with."""
-        replicas, own = self._saved_by[0], self._exchange.place[0]
+        """Return the saved replicas whose vectors this rank continues with."""
+        assert self._sharded is not None
+        (saved, _), (now, _), (own, _) = self._saved_by, self._mesh, self._sharded.place
         # As many replicas as before: each keeps its own residuals, in other shards.
-        return range(own, own + 1) if replicas == self._exchange.mesh[0] else range(replicas)
+        return range(own, own + 1) if saved == now else range(saved)
 
-    def _rest_name(self, place: tuple[int, int]) -> str:
-        replicas, shards = self._saved_by
-        return f"replica-{place[0]}-of-{replicas}-shard-{place[1]}-of-{shards}"
-
-    def _tensors(
-        self, vectors: Mapping[str, Mapping[str, Tensor]], replica: int
-    ) -> Iterator[tuple[str, Any]]:
-        """Yield each vector as a DTensor, under the name of its replica."""
+    def _tensors(self) -> Iterator[tuple[str, Any]]:
+        """Yield each vector of a sharded model as DTensors, under the names of its replicas."""
+        if self._sharded is None:
+            return
         from torch.distributed.tensor import DTensor  # takes seconds, and is there by now
 
-        for key, by_name in vectors.items():
-            for name, local in by_name.items():
-                like: Any = self._exchange.parameters[name]
-                yield (
-                    f"{key}.{replica}-of-{self._saved_by[0]}.{name}",
-                    DTensor.from_local(
-                        local,
-                        like.device_mesh,
-                        like.placements,
-                        run_check=False,
-                        shape=like.shape,
-                        stride=like.stride(),
-                    ),
-                )
+        for replica in self._replicas():
+            for key, by_name in self._sharded.vectors().items():  # copies: DCP reads into them
+                for name, local in by_name.items():
+                    like: Any = self._sharded.parameters[name]
+                    yield (
+                        f"{key}.{replica}-of-{self._saved_by[0]}.{name}",
+                        DTensor.from_local(
+                            local,
+                            like.device_mesh,
+                            like.placements,
+                            run_check=False,
+                            shape=like.shape,
+                            stride=like.stride(),
+                        ),
+                    )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where the state was saved. All ranks must call it.
 
         Raises:
-            ValueError: The state is of another model or method, or was saved before it was loaded.
+            ValueError: It is of another model or method, or an entry is missing, empty or damaged.
         """
-        exchange, same = self._exchange, self._saved_by == self._exchange.mesh
-        name = self._rest_name(exchange.place if same else (0, 0))
-        own, shared = _unpacked(state, name), _unpacked(state, "shared")
-        if not same:
-            # As merged states are: the method starts again, and buffers stay what they are.
-            own.pop("buffers", None)
-            own |= {"rank": None, "method": None, "dim": exchange.layout.sparse}
-            own |= {"mesh": list(exchange.mesh), "place": list(exchange.place)}
-        for key, by_name in exchange.vectors().items():
-            own[key] = {one: self._mean(state, key, one) for one in by_name}
-        exchange.check_state(own)  # before anything changes
-        self._herd.load_shared(shared)
-        exchange.load_state_dict(own)
-        self._saved_by = exchange.mesh  # What is saved from now on is this mesh's own again.
+        entries = (_unpacked(state, name) for name in self._names)
+        same, exchange = self._saved_by == self._mesh, self._sharded
+        whole = next(entries) if same or exchange is not None else merge_states(entries)
+        if exchange is not None and (own := whole.get(exchange.key)) is not None:
+            if not same:
+                # As merged states are: the method starts again, and buffers stay what they are.
+                own.pop("buffers", None)
+                own |= {"rank": None, "method": None, "dim": exchange.layout.sparse}
+                own |= {"workers": self._mesh[0], "mesh": list(self._mesh)}
+                own |= {"place": list(exchange.place)}
+            for key, by_name in exchange.vectors().items():
+                own[key] = {name: self._mean(state, key, name) for name in by_name}
+        self._herd.load_state_dict(whole)
+        self._saved_by = self._mesh  # What is saved from now on is this rank's own again.
 
     def _mean(self, state: Mapping[str, Any], key: str, name: str) -> Tensor:
         """Return this rank's shard of the mean over the saved replicas, summed in float64."""
@@ -448,3 +413,13 @@ class ShardedHerdState:
             return parts[0]
         total = torch.stack([part.double() for part in parts]).sum(0)
         return (total / len(parts)).to(parts[0].dtype)
+
+
+def _unpacked(state: Mapping[str, Any], name: str) -> Any:
+    """Return an entry of what DCP has loaded."""
+    if not state.get(name):  # empty: a placeholder, which DCP has saved instead of loading it
+        raise ValueError(
+            f"state of {name} is {'empty' if name in state else 'missing'}: was it saved by "
+            "another number of ranks, which stateful(saved_by=...) takes, or before it was loaded?"
+        )
+    return unpack(state[name])
