@@ -96,11 +96,12 @@ def test_a_dense_step_by_hand():
 
 def test_an_exdyna_step_by_hand():
     one = setting(params=1e6, link=MEGABYTE, overheads={"exdyna": 0.5})
-    # k = 1,000. Offers: 263 of each worker, 2 + 2 bytes each, 4 pages and two words: 1,076 bytes,
-    # to 3 others. Values: 4,000 bytes to 3 others, as that is less than 1 in 800 of dense.
+    # k = 1,000. Offers: 263 of each worker, in 250,000 coordinates: 9 low bits in 33 bytes each,
+    # 263 + 488 steps in 94 bytes, 2 bytes for each magnitude and two words: 925 bytes, to 3 others.
+    # Values: 4,000 bytes to 3 others, as that is less than 1 in 800 of dense.
     found = predict(one, "exdyna")
-    assert found.bytes == 3 * (1076 + 4000)
-    assert found.exchange_seconds == pytest.approx(2 * 0.02 + 3 * 5076e-6)
+    assert found.bytes == 3 * (925 + 4000)
+    assert found.exchange_seconds == pytest.approx(2 * 0.02 + 3 * 4925e-6)
     assert found.step_seconds == pytest.approx(0.12 + 0.5 + found.exchange_seconds)
 
 
@@ -123,7 +124,7 @@ def test_what_fp16_computes_hides_behind_what_travels():
     [("exdyna", ExDyna), ("topk", TopK), ("exdyna-int2", ExDyna)],
 )
 def test_bytes_are_those_of_the_real_exchange(workers, density, name, method):
-    dim = 300_000 if density < 1 else 30_000  # positions of few are rounded up to pages
+    dim = 300_000 if density < 1 else 30_000
     values = name.partition("-")[2] or "fp32"
     real = VirtualWorkers(Sparsify(method=method(density=density), values=values), dim, workers)
     draw = torch.Generator().manual_seed(0)

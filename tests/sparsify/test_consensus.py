@@ -112,21 +112,6 @@ def test_coarse_magnitudes_tell_zero_and_the_largest_apart():
     assert bool(((near >= 1) & (near < 1.07)).all())
 
 
-@pytest.mark.parametrize(
-    ("count", "reach", "wanted"),
-    [
-        (100, 65_536, 100),  # one page: 2 + 2 bytes each
-        (101, 65_536, 102),
-        (100, 65_537, 102),  # two pages: a count for each
-        (100, 40 * 65_536, 140),
-        (100, 60 * 65_536, 150),  # so many that whole indices are smaller
-        (0, 4, 0),
-    ],
-)
-def test_the_smaller_way_to_write_is_taken(count, reach, wanted):
-    assert message_length(count, reach) == wanted
-
-
 @given(data=st.data(), sizes=st.lists(st.integers(0, 30), min_size=1, max_size=6))
 @settings(max_examples=200, deadline=None)
 def test_the_k_largest_offers_are_kept(data, sizes):

@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -10,31 +9,13 @@ from hypothesis import strategies as st
 
 from gradherd.comm.script import run_together
 from gradherd.lab.ranks import run_ranks
-from gradherd.sparsify.message_sizes import ONE_ROUND_BYTES
+from gradherd.sparsify.message_sizes import ONE_ROUND_BYTES, index_bytes
+from gradherd.sparsify.packing import pack_indices
 from gradherd.sparsify.selecting import gather_indices, gather_union
 from gradherd.sparsify.selector import StepContext
 from tests.sparsify import rank_work
 
 PAGE = 65_536
-
-
-def pages_of(span):
-    begin, end = span
-    return {index // PAGE for index in (begin, max(begin, end - 1))}
-
-
-def packed_bytes(own, span):
-    """16 bits for each, and a count for each page where there are several."""
-    pages = max(pages_of(span)) - min(pages_of(span)) + 1
-    return 0 if not own else 2 * len(own) + (4 * pages if pages > 1 else 0)
-
-
-def payload(own, span):
-    """Those bytes, by numpy."""
-    first, last = min(pages_of(span)), max(pages_of(span))
-    counts = [sum(index // PAGE == page for index in own) for page in range(first, last + 1)]
-    head = b"" if first == last or not own else np.array(counts, "<i4").tobytes()
-    return head + np.array([index % PAGE for index in own], "<u2").tobytes()
 
 
 @st.composite
@@ -72,39 +53,35 @@ def gather_all(own, spans):
 @example(([[PAGE - 1, PAGE], [2 * PAGE]], [(0, PAGE + 1), (PAGE + 1, 3 * PAGE)]))
 @example(([[1, 2, PAGE + 1], []], [(0, 2 * PAGE), (2 * PAGE, 2 * PAGE)]))
 @settings(max_examples=200, deadline=None)
-def test_indices_come_back_and_take_the_fewer_bytes(case):
+def test_indices_come_back_in_the_bytes_of_the_longest_message(case):
     own, spans = case
     size, everything = len(own), [index for mine in own for index in mine]
-    packed = [packed_bytes(mine, span) for mine, span in zip(own, spans, strict=True)]
-    plain = [4 * len(mine) for mine in own]
+    sizes = [
+        index_bytes(len(mine), end - first) for mine, (first, end) in zip(own, spans, strict=True)
+    ]
     for results in run_together(gather_all(own, spans)):
         assert results.value.dtype == torch.int64
         assert results.value.tolist() == everything
         # The longest message is what each of them takes.
-        assert results.bytes == min(max(packed), max(plain)) * (size - 1)
+        assert results.bytes == max(sizes) * (size - 1)
 
 
 @given(selections())
 @settings(max_examples=100, deadline=None)
 def test_every_byte_sent_is_counted(case):
     own, spans = case
-    for script, mine, span in zip(gather_all(own, spans), own, spans, strict=True):
+    sizes = [
+        index_bytes(len(mine), end - first) for mine, (first, end) in zip(own, spans, strict=True)
+    ]
+    for script, mine, (first, end) in zip(gather_all(own, spans), own, spans, strict=True):
         request = next(script, None)
         if request is None:
             assert len(own) == 1 or not any(own)
             continue
-        sent = request.tensor.numpy().tobytes()
-        assert any(
-            sent.startswith(own_bytes) and not any(sent[len(own_bytes) :])
-            for own_bytes in (payload(mine, span), np.array(mine, "<i4").tobytes())
-        )
-
-
-def test_both_encodings_are_used():
-    few = gather_all([[3], [PAGE + 7]], [(0, PAGE), (PAGE, 300_000)])
-    many = gather_all([[3], list(range(PAGE, PAGE + 9))], [(0, PAGE), (PAGE, 300_000)])
-    assert len(next(few[0]).tensor) == 4  # 2 + 4 * 4 bytes are more
-    assert len(next(many[0]).tensor) == 18 + 16  # 36 are more
+        wanted = pack_indices(torch.tensor(mine, dtype=torch.int64) - first, end - first)
+        assert len(request.tensor) == max(sizes)
+        assert torch.equal(request.tensor[: len(wanted)], wanted)
+        assert not any(request.tensor[len(wanted) :])
 
 
 @given(

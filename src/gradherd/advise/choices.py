@@ -28,7 +28,6 @@ from gradherd.sparsify.message_sizes import (
     ValueFormat,
     fits_one_round,
     index_bytes,
-    index_formats,
     magnitude_bytes,
     value_bytes,
 )
@@ -238,7 +237,7 @@ def _topk(setting: Setting) -> Traffic:
     """
     if setting.density == 1:
         return _values(setting, setting.params)
-    indices = _index_bytes(setting.density * setting.params, setting.params)
+    indices = index_bytes(math.ceil(setting.density * setting.params), math.ceil(setting.params))
     # 1 - (1 - density) ** R, without losing the digits of a small density.
     union = setting.params * -math.expm1(setting.workers * math.log1p(-setting.density))
     headers = _gathered(setting, FLAG_BYTES) + _gathered(setting, indices)
@@ -252,7 +251,7 @@ def _exdyna(setting: Setting, form: ValueFormat = "fp32") -> Traffic:
         return _values(setting, setting.params, form)
     # Each rank offers a few more than its share, from which all choose the same threshold.
     count, compact = math.ceil(EXDYNA_CAPACITY * k / ranks), form in VALUE_BITS
-    offers = _index_bytes(count, setting.params / ranks, compact)
+    offers = index_bytes(count, math.ceil(setting.params / ranks))
     # Every offer has its magnitude beside it; a flag says whether the gradient was finite.
     offers += magnitude_bytes(count, compact) + FLAG_BYTES + COUNT_BYTES
     return _gathered(setting, offers) + _values(setting, k, form)
@@ -265,12 +264,6 @@ def _local(setting: Setting, every: int) -> Traffic:
     """
     headers = _gathered(setting, _POSITION_BYTES) + _gathered(setting, FLAG_BYTES)
     return (headers + _values(setting, setting.params, "int1")).every(every)
-
-
-def _index_bytes(count: float, span: float, compact: bool = False) -> float:
-    """Return the bytes of `count` of `span` coordinates in the smallest format."""
-    whole, within = math.ceil(count), (0, math.ceil(span))
-    return min(index_bytes(whole, within, bits) for bits in index_formats(compact))
 
 
 def _values(setting: Setting, count: float, form: ValueFormat = "fp32") -> Traffic:

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradherd.sparsify.message_sizes import IndexBits, index_bytes, index_formats, magnitude_bytes
+from gradherd.sparsify.message_sizes import index_bytes, magnitude_bytes
 from gradherd.sparsify.packing import pack_indices, unpack_indices
 from gradherd.sparsify.partitions import LOAD_UNIT, Blocks, diffuse, even_cuts, recut, whole_loads
 
@@ -165,42 +165,34 @@ def smallest_magnitude(bits: Tensor) -> Tensor:
 
 def message_length(count: int, reach: int, compact: bool = False) -> int:
     """Return how many int32 `count` offers take, whose indices are below `reach`."""
-    words = _index_words(count, reach, _index_bits(count, reach, compact))
-    return words - (-magnitude_bytes(count, compact) // 4)
+    return -(-index_bytes(count, reach) // 4) - (-magnitude_bytes(count, compact) // 4)
 
 
 def pack(indices: Tensor, magnitudes: Tensor, reach: int, compact: bool = False) -> Tensor:
     """Write offers: (M,) ascending indices below `reach`, then the leading bits of magnitudes.
 
-    If `compact`, both may take few bits. Returns (message_length(M, reach, compact),) int32.
+    If `compact`, magnitudes take 8 bits. Returns (message_length(M, reach, compact),) int32.
     """
-    count = len(indices)
-    bits = _index_bits(count, reach, compact)
-    packed = pack_indices(indices, (0, reach), bits)
+    packed, leading = pack_indices(indices, reach), leading_bits(magnitudes)
     # Zeros, not `empty`: the padding is sent, and messages should be the same in every run.
-    words = torch.zeros(
-        4 * _index_words(count, reach, bits), dtype=torch.uint8, device=indices.device
-    )
-    words[: len(packed)] = packed
-    leading = leading_bits(magnitudes)
+    words = F.pad(packed, (0, -len(packed) % 4)).view(torch.int32)
     if compact:
         steps = leading >> _COARSE_BITS
         top = steps.max()
-        below = F.pad((top - steps).clamp_(max=255).to(torch.uint8), (0, -count % 4))
-        return torch.cat([words.view(torch.int32), top.view(1), below.view(torch.int32)])
-    pairs = F.pad(leading, (0, count % 2)).view(-1, 2)
-    return torch.cat([words.view(torch.int32), pairs[:, 0] | (pairs[:, 1] << 16)])
+        below = F.pad((top - steps).clamp_(max=255).to(torch.uint8), (0, -len(steps) % 4))
+        return torch.cat([words, top.view(1), below.view(torch.int32)])
+    pairs = F.pad(leading, (0, len(leading) % 2)).view(-1, 2)
+    return torch.cat([words, pairs[:, 0] | (pairs[:, 1] << 16)])
 
 
 def unpack(
     messages: Tensor, count: int, reach: int, compact: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return (R, M) int64 indices and (R, M) int32 leading bits of magnitudes from messages."""
-    bits = _index_bits(count, reach, compact)
-    words = _index_words(count, reach, bits)
+    size = index_bytes(count, reach)
+    words = -(-size // 4)
     packed = messages[:, :words].contiguous().view(torch.uint8)
-    packed = packed[:, : index_bytes(count, (0, reach), bits)]
-    indices = unpack_indices(packed, count, (0, reach), bits)
+    indices = unpack_indices(packed[:, :size], count, reach)
     rest = messages[:, words : message_length(count, reach, compact)]
     if compact:
         below = rest[:, 1:].contiguous().view(torch.uint8)[:, :count]
@@ -208,16 +200,6 @@ def unpack(
         return indices, steps << _COARSE_BITS
     magnitudes = torch.stack([rest & 0xFFFF, (rest >> 16) & 0xFFFF], dim=-1)
     return indices, magnitudes.flatten(1)[:, :count]
-
-
-def _index_bits(count: int, reach: int, compact: bool) -> IndexBits:
-    """Return in how many bits offers are written: all workers must agree on the smallest."""
-    return min(index_formats(compact), key=lambda bits: _index_words(count, reach, bits))
-
-
-def _index_words(count: int, reach: int, bits: IndexBits) -> int:
-    """Return how many int32 the indices of a message take."""
-    return -(-index_bytes(count, (0, reach), bits) // 4)
 
 
 # --- Offers in fixed shapes --------------------------------------------------------------------
@@ -287,9 +269,10 @@ def make_offers(
             torch.where(overflow | (spare_magnitudes < start), spare_magnitudes, -1.0),
         ]
     )
-    # NaN would be the largest; the step is called off then, whatever is offered.
+    # NaN would be the largest, and may leave too few; the step is called off then, whatever is
+    # offered. It must only be coordinates.
     top = key.topk(len(spare), sorted=False)
-    chosen = torch.cat([indices, spare])[top.indices]
+    chosen = torch.cat([indices, spare])[top.indices].clamp_(min=span[0], max=span[1] - 1)
     # Messages store them so; and ties must not depend on the order in which buckets are stored.
     chosen, order = chosen.sort()
     largest = top.values[order]

@@ -17,10 +17,6 @@ VALUE_FORMATS: tuple[ValueFormat, ...] = ("fp32", "bf16", "int4", "int2", "int1"
 VALUE_BITS: dict[ValueFormat, int] = {"int4": 4, "int2": 2, "int1": 1}
 """Bits of a value in the formats that have levels."""
 
-IndexBits = Literal[1, 8, 12, 16, 32]
-"""How indices are written: as offsets in pages of 2**8, 2**12 or 2**16 coordinates, whole (32), or
-as a bitmap with 1 bit for every coordinate."""
-
 GROUP = 256
 """Values that share their levels. One bit with a level for each 64 has less to round, yet ends far
 worse where exchanges are frequent (`benchmarks/few_bytes.py`, every second step: 58.8, not 55)."""
@@ -45,40 +41,25 @@ EXDYNA_CAPACITY = 1.05
 """ExDyna: a worker offers at most this many times its fair share of k (default of `capacity`)."""
 
 
-def pages_of(span: tuple[int, int], bits: int) -> range:
-    """Return the numbers of the pages of 2**bits that the coordinates [first, end) lie in.
+def low_bits(count: int, length: int) -> int:
+    """Return how many low bits of `count` indices below `length` are written as they are.
 
-    An empty span has one page, so that there is always a first one to count from.
-
-    >>> pages_of((0, 65_536), 16), pages_of((65_535, 65_537), 16), pages_of((7, 7), 16)
-    (range(0, 1), range(0, 2), range(0, 1))
+    >>> low_bits(100, 6400), low_bits(100, 6399), low_bits(100, 100)
+    (6, 5, 0)
     """
-    first, end = span
-    return range(first >> bits, (max(end - 1, first) >> bits) + 1)
+    return max(0, (length // count).bit_length() - 1)
 
 
-def index_bytes(count: int, span: tuple[int, int], bits: IndexBits) -> int:
-    """Return how many bytes `pack_indices` writes.
+def index_bytes(count: int, length: int) -> int:
+    """Return how many bytes `pack_indices` writes for `count` indices below `length`.
 
-    >>> [index_bytes(100, (0, 65_536), bits) for bits in (1, 8, 12, 16, 32)]
-    [8192, 612, 182, 200, 400]
+    >>> [index_bytes(count, 65_536) for count in (0, 1, 100, 1000, 10_000, 65_536)]
+    [0, 3, 139, 1003, 4800, 16384]
     """
-    if not count or bits == 32:
-        return 4 * count
-    if bits == 1:
-        return -(-(span[1] - span[0]) // 8)
-    pages = len(pages_of(span, bits))
-    # The count of a page of 2**16 may be one more than fits 16 bits.
-    counts = (4 if bits == 16 else 2) * pages if pages > 1 else 0
-    return counts + -(-bits * count // 8)
-
-
-def index_formats(compact: bool) -> tuple[IndexBits, ...]:
-    """Return the formats that indices may have; of those with equally many bytes, the first.
-
-    If values take few bits (`compact`), indices are what is left to save.
-    """
-    return (32, 16, 12, 8, 1) if compact else (32, 16)
+    if not count:
+        return 0
+    low = low_bits(count, length)
+    return low * -(-count // 8) - (-(count + (length - 1 >> low)) // 8)
 
 
 def magnitude_bytes(count: int, compact: bool) -> int:

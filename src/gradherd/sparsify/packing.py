@@ -1,130 +1,69 @@
 """How indices and values are written into messages: pure functions, the same bytes everywhere.
 
-An index takes 32 bits; or 16, 12 or 8 as an offset in a page of 65,536, 4,096 or 256 coordinates,
-which need a count for each page; or indices are a bitmap, with a bit for every coordinate. What is
-smallest depends on how many there are. A value takes its own dtype; or 4 or 2 bits: a sign, and the
-number of a level between two magnitudes that a group of 256 values shares; or 1 bit: a sign, and
-one magnitude for the group.
+Ascending indices are an Elias-Fano code: about two bits more than log2(D / n) for each, less than
+half a bit above what any code needs for indices at random, and its length depends on nothing but n
+and D, so receivers know it. A value takes its own dtype; or 4 or 2 bits: a sign, and the number of
+a level between two magnitudes that a group of 256 values shares; or 1 bit: a sign, and one
+magnitude for the group.
 
-Indices of 12 bits and values of 2 are what SparseLoCo sends (arXiv:2508.15706). Levels between the
-smallest and the largest magnitude suit values that were selected for being large: zero, which a
-scale alone would make room for, is rarely among them. One bit is that of 1-bit SGD (Seide et al.,
-Interspeech 2014); the mean magnitude of a group loses the least squares.
+Levels between the smallest and the largest magnitude suit values that were selected for being
+large: zero, which a scale alone would make room for, is rarely among them. One bit is that of 1-bit
+SGD (Seide et al., Interspeech 2014); the mean magnitude of a group loses the least squares.
 
-Letters: n values or indices.
+Letters: n values or indices, D coordinates that indices come from.
 """
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from gradherd.sparsify.message_sizes import (
-    GROUP,
-    IndexBits,
-    level_bytes,
-    pages_of,
-)
+from gradherd.sparsify.message_sizes import GROUP, level_bytes, low_bits
 
 # --- Indices -----------------------------------------------------------------------------------
 
 
-def pack_indices(indices: Tensor, span: tuple[int, int], bits: IndexBits) -> Tensor:
-    """Write ascending indices: a count for each page unless there is only one, then offsets.
+def pack_indices(indices: Tensor, length: int) -> Tensor:
+    """Write (n,) ascending indices below `length`: (index_bytes(n, length),) uint8.
 
-    Args:
-        indices: (n,) int64, ascending, within `span`. The last may be repeated, but
-            a bitmap holds it once.
-        span: Coordinates [first, end) that the indices come from.
-        bits: Of each offset; 32 writes whole indices, and 1 a bitmap of the span.
-
-    Returns:
-        (index_bytes(n, span, bits),) uint8.
+    First the low bits, the lowest of all indices, then the next; then their high bits as steps: of
+    flags that are zero, that at i + high bits of index i is one. Indices may repeat.
     """
-    # Nothing at all, not even counts of zero: the receiver knows n.
-    if not len(indices):
+    count = len(indices)
+    if not count:
         return indices.to(torch.uint8)
-    if bits == 32:
-        return indices.int().view(torch.uint8)
-    if bits == 1:
-        marks = torch.zeros(span[1] - span[0], dtype=torch.bool, device=indices.device)
-        marks[indices - span[0]] = True
-        return _pack_flags(marks)
-    pages = pages_of(span, bits)
-    low = indices.int()
-    if bits == 12:
-        offsets = _pack_12(low & 0xFFF)
-    else:  # The low bytes of each little-endian int32.
-        offsets = low.view(torch.uint8).view(-1, 4)[:, : bits // 8].reshape(-1)
-    if len(pages) == 1:
-        return offsets
-    # Ones added up, not `bincount`, for which the host would wait. Integers: any order will do.
-    counts = torch.zeros(len(pages), dtype=torch.int32, device=indices.device)
-    counts.index_add_(0, (indices >> bits) - pages.start, torch.ones_like(low))
-    return torch.cat([(counts if bits == 16 else counts.short()).view(torch.uint8), offsets])
+    low = low_bits(count, length)
+    shifts = torch.arange(low, device=indices.device).view(-1, 1)
+    steps = torch.zeros(count + (length - 1 >> low), dtype=torch.bool, device=indices.device)
+    steps[(indices >> low) + torch.arange(count, device=indices.device)] = True
+    return torch.cat([_pack_flags((indices >> shifts & 1).bool()).reshape(-1), _pack_flags(steps)])
 
 
-def unpack_indices(packed: Tensor, count: int, span: tuple[int, int], bits: IndexBits) -> Tensor:
+def unpack_indices(packed: Tensor, count: int, length: int) -> Tensor:
     """Return the (..., count) int64 indices that `pack_indices` wrote into (..., bytes) uint8.
 
-    Rows must have `index_bytes(count, span, bits)` bytes; nothing here waits for a device.
+    Neither of them waits for a device.
     """
     if not count:
         return packed.long()
-    if bits == 1:
-        flags = _unpack_flags(packed).reshape(-1, 8 * packed.shape[-1])
-        rows = [places_of(row, count) for row in flags]
-        return torch.stack(rows).view(*packed.shape[:-1], count) + span[0]
-    pages = pages_of(span, bits)
-    size = -(-bits * count // 8)
-    head, body = packed[..., : packed.shape[-1] - size], packed[..., packed.shape[-1] - size :]
-    if bits == 12:
-        low = _unpack_12(body, count)
-    else:
-        body = body.reshape(*packed.shape[:-1], count, bits // 8).long()
-        low = body[..., 0]
-        for byte in range(1, bits // 8):
-            low = low | (body[..., byte] << (8 * byte))
-        if bits == 32:
-            return low
-    if len(pages) == 1:
-        return low + (pages.start << bits)
-    # Cloned, because a view as integers needs aligned memory.
-    counts = head.clone(memory_format=torch.contiguous_format)
-    counts = counts.view(torch.int32 if bits == 16 else torch.int16).int()
-    if counts.dim() == 1:
-        numbers = torch.arange(pages.start, pages.stop, device=packed.device)
-        # With `output_size`, repeat_interleave need not wait for the device to add up the counts.
-        return low + (torch.repeat_interleave(numbers, counts, output_size=count) << bits)
-    # The page of index i is the first whose counts up to there are above i.
-    ends = counts.cumsum(-1, dtype=torch.int32)
-    places = torch.arange(count, dtype=torch.int32, device=packed.device).expand(low.shape)
-    page = torch.searchsorted(ends, places.contiguous(), right=True)
-    return low + ((page + pages.start) << bits)
+    low, each = low_bits(count, length), -(-count // 8)
+    steps = places_of(_unpack_flags(packed[..., low * each :]), count)
+    high = steps - torch.arange(count, device=packed.device)
+    rest = torch.zeros(high.shape, dtype=torch.int32, device=packed.device)
+    for bit in range(low):
+        flags = _unpack_flags(packed[..., bit * each : (bit + 1) * each])
+        rest.add_(flags[..., :count], alpha=1 << bit)
+    return (high << low).add_(rest)
 
 
 def places_of(flags: Tensor, count: int) -> Tensor:
-    """Return where (n,) flags are 1: (count,) ascending, zeros follow if they are fewer."""
-    every = torch.arange(len(flags), device=flags.device)
-    to = torch.where(flags == 1, flags.cumsum(0) - 1, count)
-    return every.new_zeros(count + 1).scatter_(0, to, every)[:count]
-
-
-def _pack_12(offsets: Tensor) -> Tensor:
-    """Pack (n,) int32 below 4,096 two to three bytes: (ceil(1.5 n),) uint8."""
-    odd = len(offsets) % 2
-    padded = torch.cat([offsets, offsets.new_zeros(1)]) if odd else offsets
-    pair = padded.view(-1, 2)
-    joined = (pair[:, 0] | (pair[:, 1] << 12)).view(torch.uint8).view(-1, 4)[:, :3].reshape(-1)
-    return joined[:-1] if odd else joined
-
-
-def _unpack_12(packed: Tensor, count: int) -> Tensor:
-    padded = torch.nn.functional.pad(packed, (0, count % 2))
-    three = padded.reshape(*packed.shape[:-1], -1, 3).long()
-    low = three[..., 0] | ((three[..., 1] & 0xF) << 8)
-    high = (three[..., 1] >> 4) | (three[..., 2] << 4)
-    pairs = torch.stack([low, high], dim=-1)
-    return pairs.reshape(*packed.shape[:-1], -1)[..., :count]
+    """Return where (..., n) flags, of which `count` in each row are 1, are so: (..., count)."""
+    *rows, length = flags.shape
+    if _on_cpu(flags):
+        found = torch.from_numpy(np.flatnonzero(flags.numpy().view(np.bool_))).view(*rows, count)
+        return found.remainder_(length) if rows else found
+    every = torch.arange(length, device=flags.device).expand(flags.shape)
+    to = torch.where(flags == 1, flags.cumsum(-1) - 1, count)
+    return every.new_zeros(*rows, count + 1).scatter_(-1, to, every)[..., :count]
 
 
 # --- Values ------------------------------------------------------------------------------------
@@ -233,16 +172,21 @@ def _grouped(values: Tensor) -> Tensor:
     return torch.nn.functional.pad(values, (0, missing)).reshape(*values.shape[:-1], -1, GROUP)
 
 
+def _on_cpu(tensor: Tensor) -> bool:
+    """Return whether numpy's loops take a tensor; torch needs several passes for each."""
+    return tensor.is_cpu
+
+
 def _pack_flags(flags: Tensor) -> Tensor:
     """Pack (..., n) bool, eight to a byte, the first in the lowest bit."""
-    if flags.is_cpu:  # numpy has a loop for it, torch would need eight passes
+    if _on_cpu(flags):
         return torch.from_numpy(np.packbits(flags.numpy(), axis=-1, bitorder="little"))
     return _pack_bits(flags.to(torch.uint8), 1)
 
 
 def _unpack_flags(packed: Tensor) -> Tensor:
     """Return (..., 8 bytes) uint8 the bits of (..., bytes)."""
-    if packed.is_cpu:
+    if _on_cpu(packed):
         return torch.from_numpy(np.unpackbits(packed.numpy(), axis=-1, bitorder="little"))
     return _unpack_bits(packed, 1)
 

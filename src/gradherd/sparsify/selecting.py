@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradherd.comm.script import AllGather, Script, check_script
-from gradherd.sparsify.message_sizes import index_bytes, index_formats
+from gradherd.sparsify.message_sizes import index_bytes
 from gradherd.sparsify.packing import pack_indices, unpack_indices
 from gradherd.sparsify.selector import Proposal, Selection, Selector, Step, StepContext
 
@@ -201,9 +201,8 @@ def gather_indices(
 ) -> Script[Tensor]:
     """Concatenate the indices that all workers selected.
 
-    They are sent as int32, as offsets in pages with a count for each page, or as a bitmap
-    (`packing`), whichever is smallest, padded to the longest message. All workers know `counts` and
-    `spans`, so they agree on the format without a flag.
+    Messages (`packing`) are padded to the longest; all workers know `counts` and `spans`, and so
+    the length of each.
 
     Args:
         own: (K_r,) int64 indices of this worker, without repeats. They are sorted here: values
@@ -221,16 +220,16 @@ def gather_indices(
     # All workers know all counts, so either all of them skip the round or none does.
     if context.size == 1 or not sum(counts):
         return own
-    both = list(zip(counts, spans, strict=True))
-    formats = {
-        bits: [index_bytes(*one, bits) for one in both] for bits in index_formats(context.compact)
-    }
-    bits, sizes = min(formats.items(), key=lambda one: max(one[1]))
-    packed = pack_indices(own, spans[context.rank], bits)
+    lengths = [end - first for first, end in spans]
+    sizes = [index_bytes(*one) for one in zip(counts, lengths, strict=True)]
+    packed = pack_indices(own - spans[context.rank][0], lengths[context.rank])
     rows: Tensor = yield AllGather(F.pad(packed, (0, max(sizes) - len(packed))))
-    parts = zip(rows, sizes, counts, spans, strict=True)
+    parts = zip(rows, sizes, counts, lengths, spans, strict=True)
     return torch.cat(
-        [unpack_indices(row[:size], count, span, bits) for row, size, count, span in parts]
+        [
+            unpack_indices(row[:size], count, length) + span[0]
+            for row, size, count, length, span in parts
+        ]
     )
 
 

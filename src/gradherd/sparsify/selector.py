@@ -26,7 +26,7 @@ class StepContext:
     size: int
     """R."""
     compact: bool = False
-    """Whether values take few bits, and so may indices (`message_sizes.index_formats`)."""
+    """Whether values take few bits, and so do magnitudes beside them (`consensus.pack`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,7 @@ class Sparsify:
     values: ValueFormat = "fp32"
     """How values are sent: as the residuals are (fp32, or fp64 for a model of doubles), as bf16, or
     in 4, 2 or 1 bits (int4, int2, int1) with levels for every 256 of them. Small parameters are
-    then sent as bf16, and indices take 12 or 8 bits or are a bitmap, where that is smallest. The
-    rounding error stays in the residual."""
+    then sent as bf16. The rounding error stays in the residual."""
     dense_below: int = 256
     """Parameters with fewer elements than this are always sent whole."""
     momentum: float = 0.0
