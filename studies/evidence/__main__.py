@@ -6,7 +6,6 @@ They are made of studies/*.toml and benchmarks/results alone. Runs in the folder
 import sys
 from pathlib import Path
 
-from gradherd.cli.study import print_claims
 from studies.evidence.summary import write_evidence
 
 
@@ -18,7 +17,8 @@ def main() -> None:
         sys.exit(f"studies.evidence: {error}")
     for study, ids in evidence.unmeasured.items():
         print(f"not measured yet: {study}: {', '.join(ids)}", file=sys.stderr)
-    print_claims(evidence.verdicts)
+    for verdict in evidence.verdicts:
+        print(f"{verdict.verdict:16}  {verdict.claim.id}: {verdict.ours}")
     waiting = sum(len(ids) for ids in evidence.unmeasured.values())
     print(
         f"{len(evidence.verdicts)} claims measured, {waiting} not yet: {list(evidence.files)[-1]}"

@@ -6,13 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradherd.lab.report.claims import (
-    EPOCH_FIELDS,
-    MEASURES,
-    in_percent,
-    measure,
-    relative_change,
-)
 from gradherd.lab.report.stats import mean_std
 from gradherd.lab.report.svg import (
     COLOURS,
@@ -22,12 +15,20 @@ from gradherd.lab.report.svg import (
     line_styles,
     svg_text,
 )
-from gradherd.lab.study.file import Arm, Study, from_table
+from gradherd.lab.study.file import Arm
 from gradherd.lab.study.kinds import kind_of
 from gradherd.lab.study.results import RunResult
 from gradherd.lab.text import check_known, printable, significant
 from gradherd.lab.train.record import has_type
 from studies.evidence.chart_file import chart_file, svg_head
+from studies.evidence.claims import (
+    EPOCH_FIELDS,
+    MEASURES,
+    in_percent,
+    measure,
+    relative_change,
+)
+from studies.evidence.file import PageStudy, from_table
 from studies.evidence.words import measure_words
 
 Results = Mapping[str, Sequence[RunResult]]
@@ -67,7 +68,7 @@ class Figure:
     """Name of a reference arm: the others are drawn as differences from it, seed by seed."""
 
 
-def figures_of(study: Study) -> list[Figure]:
+def figures_of(study: PageStudy) -> list[Figure]:
     """Return the charts of a study.
 
     Raises:
@@ -78,7 +79,7 @@ def figures_of(study: Study) -> list[Figure]:
     return [_figure(table, study) for table in study.figures]
 
 
-def _figure(table: Mapping[str, Any], study: Study) -> Figure:
+def _figure(table: Mapping[str, Any], study: PageStudy) -> Figure:
     figure: Figure = from_table(Figure, "figure", table)
     where = f"figure {figure.title}"
     if figure.against is not None:
@@ -102,11 +103,11 @@ def _figure(table: Mapping[str, Any], study: Study) -> Figure:
     return figure
 
 
-def _arms_in(study: Study, figure: Figure) -> list[Arm]:
+def _arms_in(study: PageStudy, figure: Figure) -> list[Arm]:
     return [arm for arm in study.arms if not figure.arms or arm.name in figure.arms]
 
 
-def _check_setting_axis(study: Study, figure: Figure, where: str) -> None:
+def _check_setting_axis(study: PageStudy, figure: Figure, where: str) -> None:
     """Check a figure over a setting: every arm has a number there, and lines are known."""
     kind = kind_of(study)
     check_known(f"lines of {where}", figure.lines, ("arm", *kind.keys))
@@ -119,7 +120,7 @@ def _check_setting_axis(study: Study, figure: Figure, where: str) -> None:
             )
 
 
-def draw_charts(study: Study, results: Results) -> dict[str, str]:
+def draw_charts(study: PageStudy, results: Results) -> dict[str, str]:
     """Return the charts of a study as SVG by file name; figures without results are left out.
 
     Args:
@@ -172,7 +173,7 @@ def _draw(figure: Figure, results: Results, reference: Sequence[RunResult]) -> s
     )
 
 
-def file_name(study: Study, number: int) -> str:
+def file_name(study: PageStudy, number: int) -> str:
     """Return the file name of a chart, counted from 1."""
     return f"{study.name}.svg" if number == 1 else f"{study.name}-{number}.svg"
 

@@ -5,17 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradherd.lab.report.claims import (
-    CONFIRMED,
-    FEW_SEEDS,
-    NOT_CONFIRMED,
-    WEAKER,
-    ClaimVerdict,
-    mean_text,
-    measure,
-)
 from gradherd.lab.report.stats import mean_std
-from gradherd.lab.study.file import Claim, Study
 from gradherd.lab.study.results import RunResult
 from gradherd.lab.text import (
     check_known,
@@ -27,6 +17,16 @@ from gradherd.lab.text import (
     printable,
 )
 from studies.evidence.charts import figures_of, file_name
+from studies.evidence.claims import (
+    CONFIRMED,
+    FEW_SEEDS,
+    NOT_CONFIRMED,
+    WEAKER,
+    ClaimVerdict,
+    mean_text,
+    measure,
+)
+from studies.evidence.file import Claim, PageStudy
 from studies.evidence.words import change_text, changes_in, our_figures, threshold
 
 _MARKS = {
@@ -64,7 +64,7 @@ THEMES = ("ordering", "open", "sparsifying", "together")
 """Sections of the list of studies, in page order."""
 
 
-def check_page(study: Study) -> None:
+def check_page(study: PageStudy) -> None:
     """Raise ValueError if a study cannot have a page.
 
     Every setting needs a source there: a reader must be able to judge who chose it.
@@ -84,7 +84,7 @@ def check_page(study: Study) -> None:
 class StudySection:
     """A study with its results, verdicts and charts."""
 
-    study: Study
+    study: PageStudy
     results: Mapping[str, Sequence[RunResult]]
     verdicts: Sequence[ClaimVerdict]
     images: Mapping[str, str]
@@ -291,7 +291,7 @@ def _details(verdict: ClaimVerdict, section: StudySection) -> str:
     return f"{text.removesuffix('.')}. Repeat it: `{cell(_command(verdict, study))}`"
 
 
-def _command(verdict: ClaimVerdict, study: Study) -> str:
+def _command(verdict: ClaimVerdict, study: PageStudy) -> str:
     """Return the command that repeats the runs of a row, into a folder of its own."""
     arms = [arm for arm in (verdict.claim.arm, verdict.claim.against) if arm is not None]
     names = " ".join(shlex.quote(arm) for arm in arms)

@@ -22,8 +22,7 @@ from pathlib import Path
 import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 
-from gradherd.lab.report.claims import CONFIRMED, WEAKER, ClaimVerdict, check_measures, judge_study
-from gradherd.lab.study.file import Study, read_study
+from gradherd.lab.study.file import read_study
 from gradherd.lab.text import fixed
 from studies.evidence.charts import (
     EffectRow,
@@ -31,6 +30,8 @@ from studies.evidence.charts import (
     effect_chart,
     file_name,
 )
+from studies.evidence.claims import CONFIRMED, WEAKER, ClaimVerdict, check_measures, judge_study
+from studies.evidence.file import page_study
 from studies.evidence.pages import (
     StudySection,
     cell,
@@ -195,12 +196,12 @@ def build_evidence(root: Path) -> EvidencePage:
     unmeasured: dict[str, list[str]] = {}
     first_paths: dict[str, Path] = {}
     for path in paths:
-        study = read_study(path)
+        section = _section(path, root)
+        study = section.study
         for claim in study.claims:
             # Across all files: `gradherd study --json` names a claim by its id alone.
             if (first := first_paths.setdefault(claim.id, path)) != path:
                 raise ValueError(f"{path}: claim {claim.id} is already in {first}")
-        section = _section(study, root)
         if section.pending:
             unmeasured[study.name] = [claim.id for claim in section.pending]
         everything.append(section)
@@ -254,11 +255,13 @@ def write_evidence(root: Path) -> EvidencePage:
     return evidence
 
 
-def _section(study: Study, root: Path) -> StudySection:
+def _section(path: Path, root: Path) -> StudySection:
+    read = read_study(path)  # its errors name the file
     try:
+        study = page_study(read)
         check_measures(study)
         check_page(study)
         results, verdicts = judge_study(study, root / RESULTS / study.name)
         return StudySection(study, results, verdicts, draw_charts(study, results))
     except ValueError as error:
-        raise ValueError(f"{STUDIES / study.name}.toml: {error}") from None
+        raise ValueError(f"{path.relative_to(root)}: {error}") from None

@@ -4,7 +4,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from gradherd.lab.report.claims import (
+from gradherd.lab.study.results import RunResult
+from gradherd.lab.text import counted, fixed, in_bytes, p_value, significant
+from studies.evidence.claims import (
     EPOCH_FIELDS,
     ClaimVerdict,
     Measurement,
@@ -12,9 +14,7 @@ from gradherd.lab.report.claims import (
     mean_text,
     measure,
 )
-from gradherd.lab.study.file import Claim
-from gradherd.lab.study.results import RunResult
-from gradherd.lab.text import counted, fixed, in_bytes, p_value, significant
+from studies.evidence.file import Claim
 
 _WORDS = {
     "bound": "herding bound after the last round",

@@ -11,6 +11,7 @@ from studies.evidence.charts import (
     lines_against,
     lines_over_time,
 )
+from studies.evidence.file import page_study
 from studies.evidence.summary import IMAGES, build_evidence
 from tests.lab.report.sample_studies import STUDY, result
 
@@ -31,7 +32,7 @@ from tests.lab.report.sample_studies import STUDY, result
     ],
 )
 def test_charts_that_cannot_be_drawn_are_refused(root, given, says):
-    study = read_study(root / "studies" / "small.toml")
+    study = page_study(read_study(root / "studies" / "small.toml"))
     assert [figure.x for figure in figures_of(study)] == ["epoch", "workers"]
     table = {name: value for name, value in {**study.figures[0], **given}.items() if value != ""}
     with pytest.raises(ValueError, match=says):
@@ -61,7 +62,7 @@ def test_a_figure_against_an_arm_says_so(root):
     with pytest.raises(
         ValueError, match="unknown arm of figure Loss 'd-rr'; known are 'd-rr, few'"
     ):
-        figures_of(read_study(path))
+        figures_of(page_study(read_study(path)))
     for line, told in (
         ('x = "bytes"', "unknown x of a figure with against 'bytes'"),
         ('lines = "order"', "figure Loss: with against every arm is a line"),
@@ -70,7 +71,7 @@ def test_a_figure_against_an_arm_says_so(root):
         wrong = f'y = "train_loss"\nagainst = "d-rr, few"\n{line}'
         path.write_text(STUDY.replace('y = "train_loss"', wrong, 1))
         with pytest.raises(ValueError, match=told):
-            figures_of(read_study(path))
+            figures_of(page_study(read_study(path)))
 
 
 def test_without_the_arm_that_others_are_held_against_there_is_no_figure(root):
@@ -84,7 +85,7 @@ def test_without_the_arm_that_others_are_held_against_there_is_no_figure(root):
 def test_accuracies_against_another_differ_by_points(root):
     path = root / "studies" / "small.toml"
     path.write_text(STUDY.replace('y = "train_loss"', 'y = "metric"\nagainst = "d-rr, few"', 1))
-    study = read_study(path)
+    study = page_study(read_study(path))
     made = {
         f"{order}, few": [
             replace(one, figures={**one.figures, "metric": [metric] * 4})

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from gradherd.lab.report.claims import is_current
 from gradherd.lab.study.file import read_study
 from gradherd.lab.study.results import write_results
-from gradherd.lab.study.run import plan_runs
+from gradherd.lab.study.run import is_current, plan_runs
 from studies.evidence.__main__ import main
 from studies.evidence.summary import IMAGES, PAGE, PAGES, RESULTS, build_evidence, write_evidence
 from tests.lab.report.sample_studies import STUDY, result

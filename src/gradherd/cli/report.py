@@ -106,7 +106,8 @@ def print_comparison(comparison: "Comparison", page: Path | None) -> None:
         mark, colour = MARKS[verdict.tone]
         say(verdict.headline, mark=mark, mark_style=colour)
     if (warning := multiple_testing_note(comparison)) is not None:
-        say(f"{warning} Intervals and p values are in the report and in --json.", "dim")
+        where = "--json" if page is None else "the report and in --json"
+        say(f"{warning} Intervals and p values are in {where}.", "dim")
     if page is not None:
         # A path is copied whole, so the terminal breaks it.
         print(f"report: {page}")

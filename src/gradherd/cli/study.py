@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,13 +21,13 @@ from gradherd.cli.parser import (
     usage_errors,
 )
 from gradherd.cli.terminal import print_json, print_table
-from gradherd.lab.text import counted
+from gradherd.lab.text import counted, mean_and_std
 
 # Imported by the functions that need them: these import torch, and --help must not wait for it.
 if TYPE_CHECKING:
-    from gradherd.lab.report.claims import ClaimVerdict
     from gradherd.lab.study.file import Study
     from gradherd.lab.study.kinds import PlannedRun
+    from gradherd.lab.study.results import RunResult
 
 RESULTS = Path("benchmarks") / "results"
 
@@ -36,9 +36,9 @@ RESULTS = Path("benchmarks") / "results"
 class StudyCommand:
     """Run the arms and seeds of a study file and keep their results as small files.
 
-    A study is a TOML file with arms, seeds and claims. Its results are meant to be committed: one
-    file per arm, with one line per seed. At the end you see the verdict on every claim that the
-    results can settle.
+    A study is a TOML file with arms and seeds. Its results are meant to be committed: one file per
+    arm, with one line per seed. At the end you see a table of all arms that have results; those of
+    a training are compared with the first, as `gradherd compare` does.
 
     You can run a study in parts. --only and --seeds select runs, --resume skips those that already
     have results with the same settings. An interrupted run leaves no result and is run again.
@@ -65,16 +65,16 @@ class StudyCommand:
     out: FolderOption = None
     """Folder for results; by default benchmarks/results/NAME."""
     json: bool = False
-    """Print {"study", "kind", "out", "runs": [{"arm", "seed", "status"}], "skipped", "claims":
-    [{"id", "verdict", "ours"}]}."""
+    """Print {"study", "kind", "out", "runs": [{"arm", "seed", "status"}], "skipped"} and, for
+    trainings, what `gradherd compare --json` prints; else "arms": [{"label", "seeds", "summary"}].
+    """
 
     def run(self) -> None:
-        """Read the file, run what is missing, and print the verdicts."""
+        """Read the file, run what is missing, and print the table of its arms."""
         if self.device is not None:
             usable_device(self.device)
         # All before any run, so that a missing package is reported at once.
-        from gradherd.lab.report import claims as _  # noqa: F401
-        from gradherd.lab.report.claims import check_measures
+        from gradherd.lab.report import comparison as _  # noqa: F401
         from gradherd.lab.study.file import read_study
         from gradherd.lab.study.kinds import kind_of
         from gradherd.lab.study.results import read_arms
@@ -83,7 +83,6 @@ class StudyCommand:
         with usage_errors():
             study = read_study(self.file)
             planned = plan_runs(study, self.only, self.seeds)
-            check_measures(study)  # no result could support other claims
             out = RESULTS / study.name if self.out is None else self.out
             results = read_arms(out, dict.fromkeys(run.arm for run in planned))
             todo = missing_runs(planned, results)
@@ -151,15 +150,15 @@ class StudyCommand:
     def _print_result(
         self, study: Study, out: Path, runs: list[dict[str, Any]], skipped: int
     ) -> None:
-        from gradherd.lab.report.claims import judge_study
+        from gradherd.lab.study.run import current_results
 
-        verdicts = judge_study(study, out)[1]
+        results = current_results(study, out)
+        trained = all("summary" not in one.figures for runs in results.values() for one in runs)
+        arms = _compare(results, self.json) if trained else _summaries(results, self.json)
         if self.json:
             result = {"study": study.name, "kind": study.kind, "out": str(out), "runs": runs}
-            claims = [{"id": v.claim.id, "verdict": v.verdict, "ours": v.ours} for v in verdicts]
-            print_json({**result, "skipped": skipped, "claims": claims})
+            print_json({**result, "skipped": skipped, **arms})
             return
-        print_claims(verdicts)
         diverged = sum(run["status"] == "diverged" for run in runs)
         details = f", {skipped} skipped" if skipped else ""
         details += f", {diverged} diverged" if diverged else ""
@@ -182,10 +181,38 @@ class StudyCommand:
         print_table(rows, ("arm", "seeds with results", "seeds to run"), title=study.title)
 
 
-def print_claims(verdicts: Sequence[ClaimVerdict]) -> None:
-    """Print one line per verdict on a claim."""
-    for verdict in verdicts:
-        print(f"{verdict.verdict:16}  {verdict.claim.id}: {verdict.ours}")
+def _compare(results: Mapping[str, Sequence[RunResult]], json: bool) -> dict[str, Any]:
+    """Compare trained arms with the first one; print it unless it is for JSON."""
+    from gradherd.cli.report import print_comparison
+    from gradherd.lab.report.comparison import compare_named
+    from gradherd.lab.report.comparison_table import comparison_json
+
+    comparison = compare_named(
+        [(name, [one.record() for one in runs]) for name, runs in results.items()]
+    )
+    if not json:
+        print_comparison(comparison, None)
+    return comparison_json(comparison, None)
+
+
+def _summaries(results: Mapping[str, Sequence[RunResult]], json: bool) -> dict[str, Any]:
+    """Return the means of what runs that do not train have measured; print them unless for JSON."""
+    from gradherd.lab.report.stats import mean_std
+
+    arms = []
+    for name, runs in results.items():
+        names = runs[0].figures["summary"]
+        means = {one: mean_std([run.figures["summary"].get(one) for run in runs]) for one in names}
+        # What a case does not measure is there, too, without a value.
+        means = {one: found for one, found in means.items() if found.mean is not None}
+        seeds = [run.seed for run in runs]
+        arms.append(
+            {"label": name, "seeds": seeds, "summary": {k: vars(v) for k, v in means.items()}}
+        )
+        if not json:
+            said = [f"{k} {mean_and_std(v.mean, v.std, len(seeds))}" for k, v in means.items()]
+            print(f"{name} ({counted(len(seeds), 'seed')}): {', '.join(said)}")
+    return {"arms": arms}
 
 
 def _check_out(out: Path) -> None:

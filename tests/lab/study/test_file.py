@@ -57,7 +57,7 @@ def test_a_study_is_what_its_file_says(tmp_path):
         (0, 1),
     )
     assert [arm.name for arm in study.arms] == ["d-rr, two", "cd-grab, two"]
-    assert study.claims[0].against == "d-rr, two" and study.figures[0]["y"] == "train_loss"
+    assert study.page.keys() == {"theme", "sources", "claim", "figure"}
     pieces = plan_runs(study)
     assert [(p.seed, p.arm) for p in pieces] == [
         (0, "d-rr, two"),
@@ -71,33 +71,12 @@ def test_a_study_is_what_its_file_says(tmp_path):
 
 WRONG = [
     ("kind =", "kind 1", "Expected '='"),
-    ('theme = "ordering"', 'theme = "ordering"\nbudget = 5', "budget must be a string, got 5"),
-    ('theme = "ordering"', 'theme = "ordering"\nnote = ["a"]', "note must be a string, got ['a']"),
-    (
-        "seeds = 2",
-        "seeds = 0",
-        "or a list of distinct seeds below 2**31, got 0",
-    ),
+    ("seeds = 2", "seeds = 0", "or a list of distinct seeds below 2**31, got 0"),
     ("seeds = 2", "seeds = 1000000000", "seeds must be a count up to 1000"),
     ("seeds = 2", "seeds = true", "seeds must be a count"),
     ("seeds = 2", "seeds = [2147483648]", "seeds must be a count"),
     ("seeds = 2", "seeds = [1, 1]", "seeds must be a count"),
     ("seeds = 2", "seedz = 2", "unknown key 'seedz'; known are kind, theme"),
-    ("[[figure]]", "[figure]", "figure must be tables, each under [[figure]]"),
-    ('arm = "cd-grab, two"', 'arm = "cd-grab"', "unknown arm of claim a 'cd-grab'; known are"),
-    ('test = "less"', 'test = "same"', "unknown test of claim a 'same'; known are less"),
-    ('against = "d-rr, two"', "", "against goes with less, greater and no-worse"),
-    ('test = "less"', 'test = "less"\nvalue = 1', "value goes with no-worse, at-most and"),
-    ('source = "ours"\npaper', "paper", "claim a lacks source"),
-    ('test = "less"', 'test = "less"\nepoch = "2"', "epoch of claim a must be an integer, got"),
-    ('test = "less"', 'test = "less"\nepoch = 0', "claim a: epochs are counted from 1, got 0"),
-    ('test = "less"', 'test = "less"\nepoch = 3', "there is no epoch 3, 'cd-grab, two' has 2"),
-    (
-        'test = "less"',
-        'test = "less"\npaper_values = [1]',
-        "paper_values of claim a must be a list of length 2, each a number, got [1]",
-    ),
-    ('test = "less"', 'test = "at-most"\nvalue = "1"', "value of claim a must be a number, got"),
     ("title = ", "# ", "there is no title: a study needs one"),
     ('task = "digits"', "task = 5", "task must be a string, got 5"),
     ('label = "two"', "label = 5", "label of an [[arms]] table must be a string, got 5"),
@@ -170,10 +149,3 @@ def test_arms_can_be_picked_by_name_or_pattern(tmp_path):
 def test_the_studies_that_come_along_can_be_planned(path):
     study = read_study(path)
     assert len(plan_runs(study)) == len(study.seeds) * len(study.arms) > 0
-    assert bool(study.claims) == bool(study.figures)
-    assert study.claims or study.note  # without claims, it says what it is for
-
-
-def test_claims_are_called_by_names_of_their_own():
-    ids = [claim.id for path in STUDIES for claim in read_study(path).claims]
-    assert len(STUDIES) >= 15 and len(set(ids)) == len(ids)

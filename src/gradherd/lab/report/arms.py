@@ -1,6 +1,7 @@
 """Find run records below folders, group them into arms, and summarise each arm over its seeds.
 
-An arm is an order, a sparsifier and a density; its runs differ by their seed alone.
+An arm is an order, a sparsifier and a density, or what a study calls one; its runs differ by their
+seed alone.
 """
 
 import itertools
@@ -140,18 +141,24 @@ def arm_key(record: RunRecord) -> ArmKey:
     return record.order, record.sparsify, None if dense else record.density
 
 
-def summarize_arms(records: Sequence[RunRecord]) -> tuple[ArmSummary, ...]:
-    """Group the runs of one task into arms, in order of first appearance."""
+NamedRuns = Sequence[tuple[str, Sequence[RunRecord]]]
+"""Names of arms, and the runs of each."""
+
+
+def group_by_arm(records: Sequence[RunRecord]) -> NamedRuns:
+    """Return the runs of one task by arm, in order of first appearance."""
     groups: dict[ArmKey, list[RunRecord]] = {}
     for record in records:
         groups.setdefault(arm_key(record), []).append(record)
+    return [(arm_label(key, list(groups)), runs) for key, runs in groups.items()]
+
+
+def summarize_arms(groups: NamedRuns) -> tuple[ArmSummary, ...]:
+    """Return the arms of one task."""
     # Stands in for the planned epochs where the settings of a record do not name them.
-    longest = max((len(record.epochs) for record in records), default=0)
+    longest = max(len(record.epochs) for _, runs in groups for record in runs)
     return tuple(
-        _summarize(
-            key, sorted(runs, key=lambda run: run.seed), arm_label(key, list(groups)), longest
-        )
-        for key, runs in groups.items()
+        _summarize(name, sorted(runs, key=lambda run: run.seed), longest) for name, runs in groups
     )
 
 
@@ -245,7 +252,7 @@ def density_over_steps(arm: ArmSummary) -> list[tuple[float, float, float, float
     ]
 
 
-def _summarize(key: ArmKey, runs: Sequence[RunRecord], label: str, longest: int) -> ArmSummary:
+def _summarize(label: str, runs: Sequence[RunRecord], longest: int) -> ArmSummary:
     planned = max((planned_epochs(run) or longest for run in runs), default=longest)
     # The longest run sets the end: one interrupted seed must not cut the others short.
     epochs = min(planned, max(len(run.epochs) for run in runs))
@@ -256,11 +263,12 @@ def _summarize(key: ArmKey, runs: Sequence[RunRecord], label: str, longest: int)
     rows = [row for run in used for row in run.epochs[:epochs]]
     paddings = [p for row in rows if (p := finite(row.padding)) is not None]
     steps = sum(row.steps for row in rows)
+    order, sparsify, density = arm_key(runs[0])
     return ArmSummary(
         label=label,
-        order=key[0],
-        sparsify=key[1],
-        density=key[2],
+        order=order,
+        sparsify=sparsify,
+        density=density,
         runs=tuple(runs),
         used=used,
         epochs=epochs,

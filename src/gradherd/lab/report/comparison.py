@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 from gradherd.lab.report.arms import (
     ArmSummary,
+    NamedRuns,
     check_unique,
+    group_by_arm,
     late_epochs,
     summarize_arms,
     values_over,
@@ -24,6 +26,7 @@ QUESTIONS = {
     "order": "Does a better order need fewer epochs?",
     "sparsify": "Does sending less cost accuracy?",
     "both": "What do order and sparsifier change together?",
+    "arms": "How does each arm compare with the first?",
 }
 _ROUNDING = 1e-6
 """Relative difference that float32 losses may have from rounding alone."""
@@ -105,7 +108,29 @@ def compare(records: Sequence[RunRecord]) -> Comparison:
         ValueError: There is no record, tasks or metrics differ, or a seed occurs twice in an arm.
     """
     _check_comparable(records)
-    first, arms = records[0], summarize_arms(records)
+    arms = summarize_arms(group_by_arm(records))
+    return _comparison(arms, _questions(arms), caveats(arms))
+
+
+def compare_named(groups: NamedRuns) -> Comparison:
+    """Compare arms that a study names, which may differ in any setting; the first is the baseline.
+
+    Raises:
+        ValueError: As `compare`.
+    """
+    for _, runs in groups:
+        _check_comparable(runs)
+    arms = summarize_arms(groups)
+    pairs = [compare_pair(arm, arms[0]) for arm in arms[1:]]
+    return _comparison(arms, {"arms": pairs} if pairs else {}, caveats(arms, same_settings=False))
+
+
+def _comparison(
+    arms: tuple[ArmSummary, ...],
+    questions: Mapping[str, Sequence[ArmPair]],
+    notes: tuple[str, ...],
+) -> Comparison:
+    first = arms[0].runs[0]
     return Comparison(
         task=printable(first.task, 200),
         description=printable(first.description, 200),
@@ -113,8 +138,8 @@ def compare(records: Sequence[RunRecord]) -> Comparison:
         higher_is_better=first.higher_is_better,
         arms=arms,
         pairs=tuple(compare_pair(arm, arms[0]) for arm in arms),
-        questions=_questions(arms),
-        notes=caveats(arms),
+        questions=questions,
+        notes=notes,
     )
 
 

@@ -13,9 +13,16 @@ COMPARED = ("order", "sparsify", "density", "local_steps", "seed")
 Rows = list[list[str]]
 
 
-def caveats(arms: Sequence[ArmSummary]) -> tuple[str, ...]:
-    """Return one sentence for each thing that limits the conclusions."""
-    sources = (_cut_short, _diverged, _seeds, _settings, _environment, _virtual, _skipped)
+def caveats(arms: Sequence[ArmSummary], *, same_settings: bool = True) -> tuple[str, ...]:
+    """Return one sentence for each thing that limits the conclusions.
+
+    Args:
+        arms: The arms.
+        same_settings: Whether runs should differ in nothing but `COMPARED`.
+    """
+    sources = [_cut_short, _diverged, _seeds, _environment, _virtual, _skipped]
+    if same_settings:
+        sources.insert(3, _settings)
     return tuple(sentence for source in sources for sentence in source(arms))
 
 

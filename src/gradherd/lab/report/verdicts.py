@@ -38,7 +38,7 @@ class Verdict:
     """What a pair of arms shows."""
 
     kind: str
-    """The question it answers: order, sparsify or both; control for the check of a gain."""
+    """The question it answers, of `QUESTIONS`; control for the check of a gain."""
     arm: str
     tone: Direction
     """What is shown: a gain, a cost, both, or nothing."""
@@ -74,9 +74,9 @@ def family_of(comparison: Comparison) -> Family:
     Each pair of arms has two: of the loss that decides, and of the metric. An order beside the
     control has one, of its loss against the control's.
     """
-    # By arms, since a pair may answer two questions.
+    # By arms, since a pair may answer two questions. By identity: names may be cut alike.
     pairs = {
-        (pair.arm.key, pair.reference.key): pair
+        (id(pair.arm), id(pair.reference)): pair
         for some in comparison.questions.values()
         for pair in some
     }

@@ -1,8 +1,7 @@
-"""A study: arms, claims and figures, read from a TOML file.
+"""A study: its arms and seeds, read from a TOML file.
 
 A bad file is refused with a line that says what is allowed. The dataclasses are the schema: their
-annotations are checked here. Schema libraries such as msgspec do not name the table in their errors
-(`claim hmda-loss`), nor list the allowed names on one line.
+annotations are checked here. Schema libraries such as msgspec do not list the allowed names.
 """
 
 import itertools
@@ -10,7 +9,7 @@ import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,19 @@ from gradherd.lab.study.results import result_path
 from gradherd.lab.text import check_known, printable
 from gradherd.lab.train.record import has_type, read_bounded, type_words
 
-TESTS = ("less", "greater", "no-worse", "at-most", "at-least")
-"""Comparisons a claim can make; `lab.report.claims` defines them."""
-PAIRED = ("epochs_share", "epochs_to_final")
-"""Measures that are only defined relative to another arm, whatever the test."""
+PAGE_KEYS = ("theme", "budget", "note", "left_out", "sources", "claim", "figure")
+"""Keys that a page about the study needs and its runs do not; `studies/evidence` reads them."""
 DEVICES = ("cpu", "cuda")
 """Devices a study can ask for."""
 MAX_ARMS = 1000
 """Most arms that one `[[arms]]` table may expand to; more is a typing error."""
 HEAD_SETTINGS = ("order", "sparsify", "density", "case")
 """Settings that form the first part of an arm's name; all others follow after commas."""
+_NO_KEYS = ("name", "folder", "seeds", "arms", "page")
+"""Fields of a study that its file does not have as they are."""
 _MAX_SEEDS = 1000
 _MAX_MESSAGE = 400
 """Characters of an error message: it quotes the file, which may hold anything."""
-_TABLES = {"arms": "arms", "claim": "claims", "figure": "figures"}
-"""Keys of lists of tables, and the fields that they become."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,39 +37,9 @@ class Arm:
     """One configuration that a study runs with every seed."""
 
     name: str
-    """Name used by claims, figures and `--only`."""
+    """Name used by `--only`, and by what is said about the study."""
     settings: Mapping[str, Any]
     """Settings of this arm, on top of those that all arms of the study share."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """A statement that the results of a study confirm or not."""
-
-    id: str
-    """Unique among all studies."""
-    text: str
-    """The statement itself."""
-    source: str
-    """Who makes it, and where."""
-    paper: str
-    """The paper's figures, in words."""
-    paper_values: tuple[float, float] | None = None
-    """The paper's figures for `arm` and `against`; None if the paper gives none."""
-    measure: str
-    """What is measured of each run; see `lab.report.claims`."""
-    test: str
-    """How the arm must compare: less, greater, no-worse, at-most, at-least."""
-    arm: str
-    """Name of the arm."""
-    against: str | None = None
-    """Name of the reference arm; required by less, greater, no-worse and PAIRED measures."""
-    value: float | None = None
-    """Bound of at-most and at-least; tolerance of no-worse, as a share."""
-    epoch: int | None = None
-    """Read the measure after this epoch; None reads it at the end."""
-    note: str = ""
-    """Remark added to the claim's row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,29 +51,18 @@ class Study:
     folder: Path
     """Folder of the file; paths of custom tasks are relative to it."""
     kind: str
-    theme: str = "open"
-    """Section of the list of studies that it is in."""
     title: str
     task: str | None = None
     seeds: tuple[int, ...] = (0,)
     device: str = "cpu"
     """Device the study was sized for; a GPU study may take days on a CPU."""
-    budget: str = ""
-    """How it falls short of the paper's experiment; shown in rows of the paper's claims."""
-    note: str = ""
-    """Remarks, as paragraphs: the first is above the table, the others are folded."""
-    left_out: str = ""
-    """What was not run, and why."""
     methods: Mapping[str, str] = field(default_factory=dict)
     """Its own sparsifiers and orders: name -> path/to/file.py:ClassName, relative to the file."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that all arms share."""
-    sources: Mapping[str, Any] = field(default_factory=dict)
-    """Where each setting comes from."""
     arms: tuple[Arm, ...]
-    claims: tuple[Claim, ...] = ()
-    figures: tuple[Mapping[str, Any], ...] = ()
-    """Charts of the study, as its file has them: pages of evidence draw them."""
+    page: Mapping[str, Any] = field(default_factory=dict)
+    """What its file has under `PAGE_KEYS`."""
 
 
 def read_study(path: Path) -> Study:
@@ -139,25 +95,33 @@ def parse_study(tables: Mapping[str, Any], *, name: str, folder: Path) -> Study:
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]*", name):
         raise ValueError(f"a study's name has lower-case letters, digits and -, got {name!r}")
     given = dict(tables)
-    lists = {key: given.pop(key, []) for key in _TABLES}
-    for key, entries in lists.items():
-        if not isinstance(entries, list) or not all(isinstance(one, dict) for one in entries):
-            raise ValueError(f"{key} must be tables, each under [[{key}]]")
+    page = {key: given.pop(key) for key in PAGE_KEYS if key in given}
+    groups = given.pop("arms", [])
+    if not isinstance(groups, list) or not all(isinstance(one, dict) for one in groups):
+        raise ValueError("arms must be tables, each under [[arms]]")
     seeds = _seeds(given.pop("seeds", 1))
-    filled = ("name", "folder", "seeds", *_TABLES.values())
-    check_table(Study, given, filled=filled, others=("seeds", *_TABLES))
+    keys = {one.name: one.type for one in fields(Study) if one.name not in _NO_KEYS}
+    check_types("key", {**keys, **dict.fromkeys(("seeds", "arms", *PAGE_KEYS))}, given)
+    for needed in ("kind", "title"):
+        if needed not in given:
+            raise ValueError(f"there is no {needed}: a study needs one")
     check_known("device", given.get("device", "cpu"), DEVICES)
-    study = Study(
-        **given,
-        name=name,
-        folder=folder,
-        seeds=seeds,
-        arms=expand_arms(lists["arms"]),
-        claims=tuple(_claim(one) for one in lists["claim"]),
-        figures=tuple(lists["figure"]),
-    )
-    _check_names(study)  # last, because it compares parts of the file with each other
-    return study
+    arms = expand_arms(groups)
+    _check_files(arms)
+    return Study(**given, name=name, folder=folder, seeds=seeds, arms=arms, page=page)
+
+
+def _check_files(arms: Sequence[Arm]) -> None:
+    """Refuse arms that would share a result file."""
+    owners: dict[str, str] = {}
+    for arm in arms:
+        # File names allow fewer characters than names, and some file systems ignore case.
+        file = result_path(Path(), arm.name).name.lower()
+        if owners.setdefault(file, arm.name) != arm.name:
+            raise ValueError(
+                f"arms {owners[file]!r} and {arm.name!r} would share the file {file}: "
+                "give one of them another label"
+            )
 
 
 def _seeds(value: Any) -> tuple[int, ...]:
@@ -171,90 +135,6 @@ def _seeds(value: Any) -> tuple[int, ...]:
             f"got {value!r}"
         )
     return tuple(seeds)
-
-
-def _claim(table: Mapping[str, Any]) -> Claim:
-    claim: Claim = from_table(Claim, "claim", table)
-    where = f"claim {claim.id}"
-    check_known(f"test of {where}", claim.test, TESTS)
-    # A forgotten reference, or one that has no effect, would change what a claim says.
-    compared = claim.test in ("less", "greater", "no-worse") or claim.measure in PAIRED
-    if compared != (claim.against is not None):
-        paired = " and ".join(PAIRED)
-        raise ValueError(
-            f"{where}: against goes with less, greater and no-worse, and with {paired}"
-        )
-    if (claim.test in ("no-worse", "at-most", "at-least")) != (claim.value is not None):
-        raise ValueError(f"{where}: value goes with no-worse, at-most and at-least")
-    if claim.epoch is not None and claim.epoch < 1:
-        raise ValueError(f"{where}: epochs are counted from 1, got {claim.epoch}")
-    return claim
-
-
-def _check_names(study: Study) -> None:
-    """Refuse arms that would share a result file, and claims about what the study does not have."""
-    owners: dict[str, str] = {}
-    for arm in study.arms:
-        # File names allow fewer characters than names, and some file systems ignore case.
-        file = result_path(Path(), arm.name).name.lower()
-        if owners.setdefault(file, arm.name) != arm.name:
-            raise ValueError(
-                f"arms {owners[file]!r} and {arm.name!r} would share the file {file}: "
-                "give one of them another label"
-            )
-    arms = {arm.name: arm for arm in study.arms}
-    ids: set[str] = set()
-    for claim in study.claims:
-        if claim.id in ids:
-            raise ValueError(f"two claims are called {claim.id!r}")
-        ids.add(claim.id)
-        for name in (claim.arm, claim.against):
-            if name is None:
-                continue
-            check_known(f"arm of claim {claim.id}", name, tuple(arms))
-            # Otherwise the claim would stay unmeasured, however often the study runs.
-            last = {**study.settings, **arms[name].settings}.get("epochs")
-            if claim.epoch is not None and isinstance(last, int) and claim.epoch > last:
-                raise ValueError(
-                    f"claim {claim.id}: there is no epoch {claim.epoch}, {name!r} has {last}"
-                )
-
-
-def from_table(cls: Any, what: str, table: Mapping[str, Any]) -> Any:
-    """Build a dataclass from a TOML table; `what` is what such a table is called in errors."""
-    own_name = table.get("id", table.get("title"))
-    check_table(cls, table, f"{what} {own_name}" if isinstance(own_name, str) else f"a {what}")
-    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in table.items()})
-
-
-def check_table(
-    cls: Any,
-    table: Mapping[str, Any],
-    where: str = "",
-    *,
-    filled: Sequence[str] = (),
-    others: Sequence[str] = (),
-) -> None:
-    """Raise ValueError unless a table has the fields of a dataclass.
-
-    Args:
-        cls: The dataclass.
-        table: The table.
-        where: What the table is called in errors; "" for the whole file.
-        filled: Fields that the table does not hold.
-        others: Keys that the file may have besides, named in errors.
-    """
-    known = {one.name: one for one in fields(cls) if one.name not in filled}
-    types = {name: one.type for name, one in known.items()} | dict.fromkeys(others)
-    check_types("key", types, table, where)
-    missing = [
-        name
-        for name, one in known.items()
-        if one.default is MISSING and one.default_factory is MISSING and name not in table
-    ]
-    if missing:
-        lacks = f"{where} lacks {' and '.join(missing)}"
-        raise ValueError(lacks if where else f"there is no {missing[0]}: a study needs one")
 
 
 def check_types(
@@ -314,7 +194,7 @@ def _product(group: Mapping[str, Any]) -> list[dict[str, Any]]:
 def arm_name(settings: Mapping[str, Any], label: str | None) -> str:
     """Return the name of an arm; a label replaces the settings after the first comma.
 
-    Claims, `--only` and file names of results refer to arms by these names.
+    Everything refers to arms by these names: `--only`, files of results, pages.
 
     >>> arm_name({"order": "cd-grab", "sparsify": "exdyna", "density": 0.01}, None)
     'cd-grab + exdyna 0.01'

@@ -84,7 +84,8 @@ class RunResult:
                 "sparsify": settings["sparsify"],
                 "density": settings["density"],
                 "seed": self.seed,
-                "config": {**settings, "seed": self.seed},
+                # All workers of a study share one process.
+                "config": {**settings, "seed": self.seed, "virtual": True},
                 "versions": dict(self.versions),
                 "hardware": dict(self.hardware),
                 "started": self.started,

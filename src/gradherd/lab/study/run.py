@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gradherd.lab.ranks import in_pool, process_pool
-from gradherd.lab.study.file import Study
+from gradherd.lab.study.file import Arm, Study
 from gradherd.lab.study.kinds import PlannedRun, RunContext, StudyProgress, kind_of
 from gradherd.lab.study.results import (
     RunResult,
@@ -80,6 +80,29 @@ def missing_runs(
 ) -> list[PlannedRun]:
     """Return the runs that have no stored result, by arm, with the same settings."""
     return [run for run in runs if not is_done(stored.get(run.arm, ()), run.seed, run.settings)]
+
+
+def current_results(study: Study, folder: Path) -> dict[str, list[RunResult]]:
+    """Return the results of a study by arm; an arm without any is left out.
+
+    Raises:
+        ValueError: A file of results is damaged.
+    """
+    stored = read_arms(folder, [arm.name for arm in study.arms])
+    # Results of earlier settings stay on disk until the arm runs again; they say nothing about the
+    # arm as the file defines it now.
+    current = {
+        arm.name: [one for one in stored[arm.name] if is_current(study, arm, one)]
+        for arm in study.arms
+        if arm.name in stored
+    }
+    return {name: runs for name, runs in current.items() if runs}
+
+
+def is_current(study: Study, arm: Arm, result: RunResult) -> bool:
+    """Return whether a result has the settings in the study file, which may have changed since."""
+    settings = kind_of(study).settings(study, arm.settings)
+    return same_settings(result.settings, settings) and result.seed in study.seeds
 
 
 def run_planned(

@@ -32,10 +32,11 @@ from gradherd.lab.report.stats import (
     mean_std,
     paired_difference,
 )
-from gradherd.lab.study.file import PAIRED, Arm, Claim, Study
-from gradherd.lab.study.results import RunResult, read_arms, same_settings
+from gradherd.lab.study.results import RunResult
+from gradherd.lab.study.run import current_results
 from gradherd.lab.text import check_known, counted, in_bytes, mean_and_std, p_value
 from gradherd.lab.train.record import RunRecord
+from studies.evidence.file import PAIRED, Claim, PageStudy
 
 CONFIRMED, WEAKER, NOT_CONFIRMED = "confirmed", "weaker", "not confirmed"
 FEW_SEEDS = "not enough seeds"
@@ -77,7 +78,7 @@ class Measurement:
         return all(any(value is not None for value in arm.values()) for arm in arms)
 
 
-def check_measures(study: Study) -> None:
+def check_measures(study: PageStudy) -> None:
     """Raise ValueError if a claim of a study that trains needs a measure that no run has.
 
     Before any run: a misspelt measure must not surface after hours of training. Runs of other
@@ -285,31 +286,15 @@ def _verdict(
 
 
 def judge_study(
-    study: Study, folder: Path
+    study: PageStudy, folder: Path
 ) -> tuple[dict[str, list[RunResult]], list[ClaimVerdict]]:
     """Return the results of a study by arm, and the verdicts on the claims that they settle.
 
     Raises:
         ValueError: A file of results is damaged.
     """
-    stored = read_arms(folder, [arm.name for arm in study.arms])
-    # Results of earlier settings stay on disk until the arm runs again; they say nothing about the
-    # arm as the file defines it now.
-    current = {
-        arm.name: [one for one in stored[arm.name] if is_current(study, arm, one)]
-        for arm in study.arms
-        if arm.name in stored
-    }
-    results = {name: runs for name, runs in current.items() if runs}
+    results = current_results(study, folder)
     return results, judge_claims(study.claims, results)
-
-
-def is_current(study: Study, arm: Arm, result: RunResult) -> bool:
-    """Return whether a result has the settings in the study file, which may have changed since."""
-    from gradherd.lab.study.kinds import kind_of  # late: it imports torch
-
-    settings = kind_of(study).settings(study, arm.settings)
-    return same_settings(result.settings, settings) and result.seed in study.seeds
 
 
 def _measured(

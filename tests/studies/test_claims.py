@@ -2,14 +2,14 @@ from dataclasses import replace
 
 import pytest
 
-from gradherd.lab.report.claims import (
+from studies.evidence.claims import (
     epochs_share,
     epochs_to_final,
     judge_claims,
     measure_runs,
     paper_effect,
 )
-from gradherd.lab.study.file import Claim
+from studies.evidence.file import Claim
 from studies.evidence.pages import lost
 from studies.evidence.words import our_figures
 from tests.lab.report.sample_records import record
