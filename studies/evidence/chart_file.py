@@ -1,13 +1,16 @@
 """Charts as files of their own: title, legend, background, and colours for light and dark pages.
 
-Files are committed, and a test compares them with their records to the byte.
+Files are committed, and a test compares them with their records to the byte. A method has the same
+colour and dashes in all of them.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
 from gradherd.lab.report.svg import (
     COLOURS,
+    DASHES,
     FONT,
     INK,
     PAPER,
@@ -24,11 +27,46 @@ from gradherd.lab.report.svg import (
 )
 from gradherd.lab.text import printable
 
+METHODS = (
+    ("d-rr", "cd-grab", "id-grab", "id-pair-grab", "shuffle-once", "always-plus", "grab",
+     "pair-grab", "flip-flop", "fixed", "block-reshuffling", "curriculum", "stair", "saw",
+     "cd-grab-live"),
+    ("dense", "exdyna", "micro", "topk", "cltk", "deft", "threshold", "sidco", "gtopk", "randomk",
+     "sage", "demo", "powersgd"),
+)  # fmt: skip
+"""Orders and sparsifiers, in the order of their colours; from the ninth on they are dashed."""
 _LAYOUT = Layout(width=800, height=340, side=280)
 """The legend is to the right of the plot."""
 _LEGEND_LINE = 18
 _MAX_MARKED = 8
 """Up to this many distinct x values of a logarithmic axis are all marked."""
+
+
+def line_styles(names: Sequence[str]) -> list[int]:
+    """Return a style per line: colour `style % 8`, dashes `style // 8`.
+
+    A method has its own style everywhere. Further lines of it keep the colour and get other dashes,
+    as long as there are dashes left; lines that name no method get styles that nobody uses.
+    A line of exdyna may be called "exdyna 0.01, online".
+
+    >>> line_styles(["d-rr", "always-plus"]), line_styles(["exdyna 0.01", "exdyna 0.01, online"])
+    ([0, 5], [1, 9])
+    >>> line_styles(["exdyna, a", "exdyna, b", "exdyna, c", "exdyna, d", "exdyna, e"])
+    [1, 2, 3, 4, 5]
+    """
+    methods = [name.split(", ")[0].split(" ")[0] for name in names]
+    known = next((one for one in METHODS if any(m in one for m in methods)), ())
+    own = {method: known.index(method) for method in methods if method in known}
+    # The first colour is the baseline's: no other line gets it where methods are known.
+    free = (n for n in itertools.count(1 if own else 0) if n not in own.values())
+    enough = max(map(methods.count, methods), default=0) <= len(DASHES)
+    styles: list[int] = []
+    for at, method in enumerate(methods):
+        before = methods[:at].count(method)
+        style = own[method] + before * len(COLOURS) if method in own else None
+        taken = style is None or (before and (not enough or style in own.values()))
+        styles.append(next(n for n in free if n not in styles) if taken or style is None else style)
+    return styles
 
 
 def chart_file(

@@ -12,7 +12,6 @@ from gradherd.lab.report.svg import (
     ChartAxis,
     ChartLine,
     Layout,
-    line_styles,
     svg_text,
 )
 from gradherd.lab.study.file import Arm
@@ -20,7 +19,7 @@ from gradherd.lab.study.kinds import kind_of
 from gradherd.lab.study.results import RunResult
 from gradherd.lab.text import check_known, printable, significant
 from gradherd.lab.train.record import has_type
-from studies.evidence.chart_file import chart_file, svg_head
+from studies.evidence.chart_file import chart_file, line_styles, svg_head
 from studies.evidence.claims import (
     EPOCH_FIELDS,
     MEASURES,
@@ -305,7 +304,7 @@ class EffectRow:
     text: str
     """The effect in words, to the right of the plot."""
     style: int
-    """Colour and dashes; see `svg.line_styles`."""
+    """Colour and dashes; see `line_styles`."""
 
 
 def effect_chart(

@@ -11,7 +11,6 @@ from gradherd.lab.study.kinds import (
     RunOutcome,
     StudyKind,
     check_settings,
-    refuse_task,
 )
 from gradherd.ordering.registry import make_policy
 from gradherd.replay.recorded import random_vectors, replay_order
@@ -33,7 +32,8 @@ class HerdingStudy(StudyKind):
 
     def settings(self, study: Study, arm: Mapping[str, Any]) -> dict[str, Any]:
         """Return the checked settings."""
-        refuse_task(study)
+        if study.task is not None:
+            raise ValueError(f"a study of kind {study.kind} has no task, got {study.task!r}")
         settings = check_settings(self.keys, {**study.settings, **arm}, {})
         # An unknown order fails here, before any run.
         make_policy(settings["order"])

@@ -52,7 +52,7 @@ def examined(capsys, *args) -> tuple[int, dict[str, dict[str, str]], str]:
 def test_all_is_well_where_the_tests_run(capsys, place):
     code, checks, err = examined(capsys)
     assert (code, err) == (0, "")
-    for name in ("python", "torch", "numpy", "scikit-learn", "gloo", "cores", "memory"):
+    for name in ("python", "torch", "numpy", "scikit-learn", "cores", "memory"):
         assert checks[name]["status"] == "ok"
     assert checks["torch"]["found"].startswith("2.")
     assert checks["two local workers"]["status"] == "ok"
@@ -147,17 +147,10 @@ def test_a_disk_without_room_is_code_1(capsys, monkeypatch, no_workers):
     code, checks, err = examined(capsys)
     assert code == 1 and "disk, current folder" in err
     assert "--out" in checks["disk, current folder"]["hint"]
-    assert "TMPDIR" in checks["disk, temporary folder"]["hint"]
 
 
 def test_a_folder_that_cannot_be_written_to(place):
-    result = doctor.disk("disk", lambda: place / "away", "x", "go elsewhere")
-    assert result.status == "problem" and "go elsewhere" in result.hint
+    place.rmdir()
+    result = doctor.disk()
+    assert result.status == "problem" and "--out" in result.hint
     assert "cannot be written to" in result.found
-
-
-def test_no_torchrun_on_the_path(capsys, monkeypatch, place, no_workers):
-    monkeypatch.setenv("PATH", str(place))
-    _, checks, _ = examined(capsys)
-    assert checks["torchrun"]["status"] == "missing"
-    assert "torch.distributed.run" in checks["torchrun"]["hint"]

@@ -1,10 +1,14 @@
+import itertools
 import math
 import xml.etree.ElementTree as ET
 
 import pytest
 
-from gradherd.lab.report.svg import ChartLine
+from gradherd.lab.report.svg import COLOURS, ChartLine, dashes
+from gradherd.ordering.registry import POLICIES
+from gradherd.sparsify.registry import SPARSIFIERS
 from studies.evidence.chart_file import chart_file as chart
+from studies.evidence.chart_file import line_styles
 
 
 def test_charts_are_well_formed_and_say_what_is_hostile_as_text():
@@ -85,3 +89,28 @@ def test_a_line_under_another_is_named():
              ChartLine("c", [(1, 1.0), (2, 2.0)])]  # fmt: skip
     words = {one.text for one in ET.fromstring(chart("t", "x", "y", lines)).iter()}
     assert {"a", "b (under a)", "c"} <= words
+
+
+REGISTERED = (tuple(POLICIES), tuple(SPARSIFIERS))
+
+
+def test_a_method_looks_the_same_everywhere_and_unlike_the_others():
+    for names in REGISTERED:
+        styles = dict(zip(names, line_styles(names), strict=True))
+        assert len(set(styles.values())) == len(names)
+        for some in itertools.combinations(names, 2):
+            assert line_styles(some) == [styles[name] for name in some]
+
+
+def test_a_line_of_no_method_has_a_style_of_its_own():
+    base, known, mine = line_styles(["d-rr", "cd-grab", "mine"])
+    assert (base, known) == (0, 1) and mine not in (base, known)
+
+
+def test_lines_of_one_method_share_its_colour_and_differ_in_dashes():
+    names = ["d-rr + dense", "cd-grab + dense", "d-rr + exdyna 0.01", "cd-grab + exdyna 0.01"]
+    styles = line_styles(names)
+    assert [style % len(COLOURS) for style in styles[:3]] == [0, 1, 0]
+    assert len({(style % len(COLOURS), dashes(style)) for style in styles}) == 4
+    many = line_styles([f"order-{n}" for n in range(20)])
+    assert len({(style % len(COLOURS), dashes(style)) for style in many}) == 20

@@ -103,7 +103,6 @@ class DemoCommand:
         else:
             print_ranks(ranks)
             print_findings(comparisons)
-            say(epochs_saved(comparisons[0]), "bold")
             print(f"Took {time.monotonic() - begin:.0f} seconds. Curves and tests: {page}")
             print(_NEXT)
         if not ranks["equal"]:
@@ -257,22 +256,6 @@ def print_findings(comparisons: Sequence[Comparison]) -> None:
     for verdict in (one for comparison in comparisons for one in all_verdicts(comparison)):
         mark, colour = MARKS[verdict.tone]
         say(_name(verdict.headline), mark=mark, mark_style=colour)
-
-
-def epochs_saved(comparison: Comparison) -> str:
-    """Say in one sentence how many epochs cd-grab saves, if these seeds show that it gains."""
-    from gradherd.lab.report.verdicts import all_verdicts
-
-    pair = next(one for one in comparison.pairs if one.arm.order == "cd-grab")
-    arm, base = pair.arm.label, pair.reference.label
-    gains = any(
-        (one.kind, one.arm) == ("order", arm) and one.tone in ("gain", "mixed")
-        for one in all_verdicts(comparison)
-    )
-    own, epochs = pair.reference_epochs_to, pair.epochs_to
-    if not gains or own is None or epochs is None or epochs >= own:
-        return f"In short: these seeds do not show that {arm} saves an epoch."
-    return f"In short: {arm} saves {own - epochs} of the {own} epochs that {base} takes."
 
 
 def print_bars(rows: Sequence[tuple[str, float, str]]) -> None:

@@ -12,7 +12,6 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -72,8 +71,8 @@ PACKAGES = (
 class DoctorCommand:
     """Check what gradherd needs on this machine, and say how to fix what is wrong.
 
-    Looks at versions, the build of torch, GPUs, cores, memory and disks, and starts two local
-    workers to see whether they can talk to each other. Takes a few seconds. Every check is ok,
+    Looks at versions, GPUs, cores, memory and the disk, and starts two local workers to see whether
+    they can talk to each other. Takes a few seconds. Every check is ok,
     missing (an optional part is not installed) or a problem (it does not work). Exit code 1 if
     something does not work that every training needs. `gradherd data list` looks for data sets.
 
@@ -88,7 +87,7 @@ class DoctorCommand:
         """Run all checks and print them."""
         checks = [Check("python", "ok", platform.python_version())]
         checks += [Check("gradherd", "ok", version("gradherd")), *map(check_package, PACKAGES)]
-        checks += [*distributed(), launcher_variables(), gpu(), *machine(), local_workers()]
+        checks += [launcher_variables(), gpu(), *machine(), local_workers()]
         problems = [check for check in checks if check.status == "problem"]
         broken = [check.name for check in problems if check.essential]
         if self.json:
@@ -119,8 +118,8 @@ def check_package(package: Package) -> Check:
     # Looked up before it is imported: a package that is missing and one that is broken need
     # different advice.
     if importlib.util.find_spec(module) is None:
-        check = _part(name, None, "not installed", purpose, get)
-        return check._replace(status="problem", essential=True) if essential else check
+        status: Literal["missing", "problem"] = "problem" if essential else "missing"
+        return Check(name, status, "not installed", f"for {purpose}; {get}", essential)
     fix = ""
     try:
         # Actually imported: a wheel for another CPU or another numpy installs but does not load.
@@ -150,33 +149,6 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def _part(name: str, found: str | None, lacks: str, purpose: str, instead: str) -> Check:
-    """Return the check of an optional part; `found` is None if it is missing."""
-    if found is None:
-        return Check(name, "missing", lacks, f"for {purpose}; {instead}")
-    return Check(name, "ok", found, f"for {purpose}")
-
-
-def distributed() -> list[Check]:
-    """Check the backends that torch was built with, and torchrun."""
-    import torch.distributed as dist
-
-    # torch can be built without torch.distributed, and then even is_gloo_available is missing.
-    has_gloo = dist.is_available() and dist.is_gloo_available()
-    has_nccl = dist.is_available() and dist.is_nccl_available()
-    no, cuda = "not in this torch", "comes with the CUDA builds of torch"
-    other = "use --virtual, or install another build of torch: see pytorch.org"
-    python = "python -m torch.distributed.run is the same"
-    gloo = _part("gloo", "in torch" if has_gloo else None, no, "worker processes", other)
-    if not has_gloo:
-        gloo = gloo._replace(status="problem", essential=True)
-    return [
-        gloo,
-        _part("nccl", "in torch" if has_nccl else None, no, "workers on GPUs", cuda),
-        _part("torchrun", shutil.which("torchrun"), "not on PATH", "several machines", python),
-    ]
-
-
 def launcher_variables() -> Check:
     """Check for variables that a launcher left in the environment: samplers would trust them."""
     name, left = "launcher variables", [name for name in LAUNCHER_VARIABLES if name in os.environ]
@@ -193,7 +165,7 @@ def gpu() -> Check:
 
     if not torch.cuda.is_available():
         fix = "needs a GPU that nvidia-smi lists, and a CUDA build of torch: see pytorch.org"
-        return _part("gpu", None, "none that torch can see", "--device cuda", fix)
+        return Check("gpu", "missing", "none that torch can see", f"for --device cuda; {fix}")
     count = torch.cuda.device_count()
     found = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
     try:
@@ -203,28 +175,27 @@ def gpu() -> Check:
     except RuntimeError as error:
         hint = "run nvidia-smi: is the driver too old, or is another process using it?"
         return Check("gpu", "problem", f"{found}: {_one_line(error)}", f"for --device cuda; {hint}")
-    return _part("gpu", found, "", "--device cuda", "")
+    return Check("gpu", "ok", found, "for --device cuda")
 
 
 def machine() -> list[Check]:
-    """Check cores, memory and disks."""
+    """Check cores, memory and the disk."""
     from gradherd.lab.train.measurements import hardware
 
-    known, temporary = hardware(), "disk, temporary folder"
+    known = hardware()
     memory = "unknown" if known["memory_bytes"] is None else _gib(known["memory_bytes"])
     cores = f"{known['cores']} ({known['cpu']})"
     return [
         Check("cores", "ok", cores, "more workers than cores take turns"),
         Check("memory", "ok", memory),
-        disk("disk, current folder", Path.cwd, "records and pages", "name another with --out"),
-        disk(temporary, lambda: Path(tempfile.gettempdir()), "local workers to meet", "set TMPDIR"),
+        disk(),
     ]
 
 
-def disk(name: str, where: Callable[[], Path], purpose: str, fix: str) -> Check:
-    """Check that a folder can be written to and has room."""
+def disk() -> Check:
+    """Check that the current folder can be written to and has room."""
     try:
-        folder = where()
+        folder = Path.cwd()
         # Permission bits do not tell about read-only file systems and quotas; writing does.
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"x")
@@ -233,8 +204,9 @@ def disk(name: str, where: Callable[[], Path], purpose: str, fix: str) -> Check:
         found, broken = f"cannot be written to: {_one_line(error)}", True
     else:
         found, broken = f"{folder}: {_gib(free)} free", free < MIN_FREE_BYTES
-    hint = f"for {purpose}" + f"; {fix}" * broken
-    return Check(name, "problem" if broken else "ok", found, hint, essential=True)
+    hint = "for records and pages" + "; name another with --out" * broken
+    status: Literal["ok", "problem"] = "problem" if broken else "ok"
+    return Check("disk, current folder", status, found, hint, essential=True)
 
 
 def local_workers(deadline: float = _DEADLINE) -> Check:

@@ -45,12 +45,11 @@ def test_every_chart_is_drawn(look, usual):
         charts = page.evaluate("[...document.querySelectorAll('.plot')].map(p => p.id)")
         assert charts == [
             "c0-loss", "c0-metric", "c0-herding", "c0-time",
-            "c1-loss", "c1-metric", "c1-herding", "c1-density", "c1-time",
+            "c1-loss", "c1-metric", "c1-herding", "c1-time",
         ]  # fmt: skip
         for chart in ("c0-loss", "c0-metric", "c0-herding", "c1-loss", "c1-metric"):
             assert page.locator(f"#{chart} {LINES}").count() == 3
             assert page.locator(f"#{chart} .band >> visible=true").count() == 3
-        assert page.locator(f"#c1-density {LINES}").count() == 2
         # Curves over anything but epochs are there, too, and hidden.
         assert (
             page.locator("#c0-loss svg").count() == 3

@@ -1,5 +1,3 @@
-import itertools
-
 import pytest
 
 from gradherd.lab.report.svg import (
@@ -8,14 +6,8 @@ from gradherd.lab.report.svg import (
     PAPER,
     ChartAxis,
     ChartLine,
-    dashes,
-    line_styles,
     page_chart,
 )
-from gradherd.ordering.registry import POLICIES
-from gradherd.sparsify.registry import SPARSIFIERS
-
-REGISTERED = (tuple(POLICIES), tuple(SPARSIFIERS))
 
 
 def test_marks_of_an_axis():
@@ -43,25 +35,3 @@ def test_lines_and_words_can_be_read(dark):
     for pair in (*COLOURS, INK):
         low, high = sorted(luminance(one[dark]) for one in (pair, PAPER))
         assert (high + 0.05) / (low + 0.05) >= 4.5, pair
-
-
-def test_a_method_looks_the_same_everywhere_and_unlike_the_others():
-    for names in REGISTERED:
-        styles = dict(zip(names, line_styles(names), strict=True))
-        assert len(set(styles.values())) == len(names)
-        for some in itertools.combinations(names, 2):
-            assert line_styles(some) == [styles[name] for name in some]
-
-
-def test_a_line_of_no_method_has_a_style_of_its_own():
-    base, known, mine = line_styles(["d-rr", "cd-grab", "mine"])
-    assert (base, known) == (0, 1) and mine not in (base, known)
-
-
-def test_lines_of_one_method_share_its_colour_and_differ_in_dashes():
-    names = ["d-rr + dense", "cd-grab + dense", "d-rr + exdyna 0.01", "cd-grab + exdyna 0.01"]
-    styles = line_styles(names)
-    assert [style % len(COLOURS) for style in styles[:3]] == [0, 1, 0]
-    assert len({(style % len(COLOURS), dashes(style)) for style in styles}) == 4
-    many = line_styles([f"order-{n}" for n in range(20)])
-    assert len({(style % len(COLOURS), dashes(style)) for style in many}) == 20

@@ -233,25 +233,6 @@ def mean_seconds(arm: ArmSummary, part: str) -> float:
     return statistics.fmean(seconds)
 
 
-def density_over_steps(arm: ArmSummary) -> list[tuple[float, float, float, float]]:
-    """Return (step, mean, minimum, maximum) of the density over seeds; empty for dense arms."""
-    runs = [run.density_by_step for run in arm.used if run.density_by_step]
-    by_seed = [{point["step"]: point for point in points} for points in runs]
-    if not by_seed or arm.density is None:
-        return []
-    # Runs may differ in length: the mean would jump where one of them ends.
-    common = [step for step in by_seed[0] if all(step in points for points in by_seed)]
-    return [
-        (
-            step,
-            statistics.fmean(points[step]["mean"] for points in by_seed),
-            min(points[step]["min"] for points in by_seed),
-            max(points[step]["max"] for points in by_seed),
-        )
-        for step in sorted(common)
-    ]
-
-
 def _summarize(label: str, runs: Sequence[RunRecord], longest: int) -> ArmSummary:
     planned = max((planned_epochs(run) or longest for run in runs), default=longest)
     # The longest run sets the end: one interrupted seed must not cut the others short.

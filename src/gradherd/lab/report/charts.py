@@ -7,13 +7,12 @@ from typing import Any
 from gradherd.lab.report.arms import (
     TIME_PARTS,
     ArmSummary,
-    density_over_steps,
     mean_by_epoch,
     mean_seconds,
 )
 from gradherd.lab.report.comparison import Comparison
 from gradherd.lab.report.stats import MeanStd, finite
-from gradherd.lab.report.svg import ChartLine, line_styles, page_chart
+from gradherd.lab.report.svg import ChartLine, page_chart
 from gradherd.lab.text import counted, in_bytes, in_seconds, listed, printable, significant
 
 X_AXES: Mapping[str, tuple[str, Callable[[float], str] | None]] = {
@@ -29,7 +28,7 @@ class PageChart:
     """A chart of a page."""
 
     kind: str
-    """loss, metric, herding, density or time."""
+    """loss, metric, herding or time."""
     title: str
     note: str
     """What is drawn, in small print."""
@@ -47,12 +46,8 @@ class PageChart:
 def charts_of(comparison: Comparison) -> list[PageChart]:
     """Return the charts of a comparison that have data, in page order."""
     # Only charts that have data: an empty frame would look like a failure.
-    found = [*_curves(comparison), _density(comparison), _time(comparison)]
+    found = [*_curves(comparison), _time(comparison)]
     return [chart for chart in found if chart is not None]
-
-
-def _styles(comparison: Comparison) -> list[int]:
-    return line_styles([arm.label for arm in comparison.arms])
 
 
 def _curves(comparison: Comparison) -> Iterator[PageChart]:
@@ -91,10 +86,8 @@ def _curves(comparison: Comparison) -> Iterator[PageChart]:
                 label,
                 name if kind == "metric" else title.lower(),
                 [
-                    _curve(n, arm, some, style, column, axis)
-                    for n, (arm, some, style) in enumerate(
-                        zip(arms, points, _styles(comparison), strict=True)
-                    )
+                    _curve(n, arm, some, column, axis)
+                    for n, (arm, some) in enumerate(zip(arms, points, strict=True))
                 ],
                 # Over a factor of ten, the later epochs look flat on a linear axis.
                 log=kind == "loss" and min(means) > 0 and max(means) > 10 * min(means),
@@ -110,30 +103,6 @@ def _curves(comparison: Comparison) -> Iterator[PageChart]:
             alt=f"{title} by epoch{more}.",
             drawings={"only": drawings["epochs"]} if kind == "herding" else drawings,
         )
-
-
-def _density(comparison: Comparison) -> PageChart | None:
-    """Return the share of elements sent by step, with its target."""
-    lines, targets = [], set()
-    for index, (arm, style) in enumerate(zip(comparison.arms, _styles(comparison), strict=True)):
-        if points := density_over_steps(arm):
-            means = [(step, mean) for step, mean, _, _ in points]
-            band = [(step, low, high) for step, _, low, high in points]
-            lines.append(ChartLine(arm.label, means, band, style, f"a{index}"))
-            targets.add(arm.density)
-    if not lines:
-        return None
-    # Arms usually share one target, which then has a word.
-    word = "target" if len(targets) == 1 else ""
-    levels = [(target, word) for target in sorted(one for one in targets if one is not None)]
-    drawing = page_chart("step", "density", lines, levels=levels)
-    return PageChart(
-        kind="density",
-        title="Density over steps",
-        note="Share of gradient elements sent; band: minimum to maximum, dashed: target.",
-        alt="Density by step against its target.",
-        drawings={"only": drawing},
-    )
 
 
 def _time(comparison: Comparison) -> PageChart | None:
@@ -177,7 +146,7 @@ def _seeds_note(arms: Sequence[ArmSummary], what: str) -> str:
 
 
 def _curve(
-    index: int, arm: ArmSummary, points: Sequence[MeanStd], style: int, field: str, axis: str
+    index: int, arm: ArmSummary, points: Sequence[MeanStd], field: str, axis: str
 ) -> ChartLine:
     """Return an arm's mean over seeds, a band of one standard deviation, and its single seeds."""
     xs: Sequence[float] = {
@@ -202,7 +171,7 @@ def _curve(
         arm.label,
         [(x, mean) for x, mean, _ in known],
         [(x, mean - std, mean + std) for x, mean, std in known] if several else (),
-        style,
+        index,
         f"a{index}",
         runs if several else (),
     )

@@ -137,11 +137,7 @@ def _difference(pair: ArmPair, difference: PairedDifference | None) -> TableCell
     if difference.low is None or difference.high is None:
         return TableCell(text=text, more=("equal for each seed",))
     low, high = (fixed(end, places, sign=True) for end in (difference.low, difference.high))
-    # A t test assumes normal differences, which a few seeds cannot show; sign flips need no such
-    # assumption, so both are given.
-    flip_p = difference.sign_flip_p
-    flips = [] if flip_p is None else [f"flips {p_value(flip_p)}"]
-    return TableCell(text=text, more=(f"{low} to {high}", p_value(difference.p), *flips))
+    return TableCell(text=text, more=(f"{low} to {high}", p_value(difference.p)))
 
 
 def _epochs_to(pairs: Sequence[ArmPair]) -> list[TableCell]:

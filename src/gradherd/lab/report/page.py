@@ -15,7 +15,7 @@ from gradherd.lab.report import provenance
 from gradherd.lab.report.charts import X_AXES, charts_of
 from gradherd.lab.report.comparison import Comparison, compare_all
 from gradherd.lab.report.comparison_table import comparison_table
-from gradherd.lab.report.svg import COLOURS, INK, PAPER, dashes, line_styles
+from gradherd.lab.report.svg import COLOURS, INK, PAPER, dashes
 from gradherd.lab.report.verdicts import answers, multiple_testing_note
 from gradherd.lab.text import counted, listed, printable
 from gradherd.lab.train.record import RunRecord, write_atomic
@@ -76,7 +76,6 @@ def title_of(comparisons: Sequence[Comparison]) -> str:
 
 def _section(name: str, comparison: Comparison, files: Mapping[int, str]) -> dict[str, Any]:
     """Return one comparison as the template needs it; ids start with its name."""
-    styles = line_styles([arm.label for arm in comparison.arms])
     return {
         "id": name,
         "comparison": comparison,
@@ -85,8 +84,8 @@ def _section(name: str, comparison: Comparison, files: Mapping[int, str]) -> dic
         "caution": multiple_testing_note(comparison),
         "table": comparison_table(comparison),
         "legend": [
-            {"label": arm.label, "style": style % len(COLOURS), "dash": dashes(style)}
-            for arm, style in zip(comparison.arms, styles, strict=True)
+            {"label": arm.label, "style": at % len(COLOURS), "dash": dashes(at)}
+            for at, arm in enumerate(comparison.arms)
         ],
         "charts": charts_of(comparison),
         "settings": provenance.merged_rows(comparison.arms, "config"),

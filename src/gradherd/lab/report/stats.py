@@ -5,7 +5,7 @@ the seed decides is in both and cancels out. Unpaired tests would count it as no
 
 scipy provides the t distribution. The rest is written out: runs that are not finite and differences
 without variance need rules of their own, and sums in a fixed order keep every report equal to the
-bit (scipy's tests go through numpy's pairwise sums, and its permutation test is slower by far).
+bit (scipy's tests go through numpy's pairwise sums).
 
 One rule says which differences are shown, on pages and in claims. All of these must hold:
 
@@ -23,8 +23,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
 # Not scipy.stats, which takes most of a second to import; its t distribution calls these.
 from scipy.special import stdtr, stdtrit  # type: ignore[import-untyped]
 
@@ -34,8 +32,6 @@ LEVEL = 0.05
 """Corrected p values below this count."""
 Finding = Literal["higher", "lower", "open", "few"]
 """What a difference shows: few is for want of seeds."""
-MAX_FLIPPED = 20
-"""The exact sign-flip test enumerates 2**seeds patterns; it is skipped above this many seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +54,6 @@ class PairedDifference:
     high: float | None
     p: float | None
     """Two-sided p value of the paired t-test; None where the interval is."""
-    sign_flip_p: float | None
-    """Two-sided p value of the exact sign-flip test, at least 2 / 2**seeds; None over 20 seeds."""
     seeds: tuple[int, ...]
     """Seeds that both arms have; at least two."""
     epoch: int | None
@@ -124,7 +118,6 @@ def paired_difference(
         low=low,
         high=high,
         p=p,
-        sign_flip_p=sign_flip_p(deltas),
     )
 
 
@@ -146,26 +139,6 @@ def _t_test(
     margin = float(stdtrit(freedom, 0.975)) * error
     # The lower tail, not 1 - the upper: the subtraction would round small p values to zero.
     return mean - margin, mean + margin, float(2 * stdtr(freedom, -abs(mean) / error))
-
-
-def sign_flip_p(deltas: Sequence[float]) -> float | None:
-    """Return the share of all sign patterns whose sum is at least as far from zero.
-
-    If an arm changes nothing, each difference could as well have had the other sign: the test
-    needs no other assumption. With 3 seeds the smallest possible value is 0.25.
-
-    >>> sign_flip_p([1.0, 2.0, 3.0])
-    0.25
-    """
-    if len(deltas) > MAX_FLIPPED:
-        return None
-    # All 2**n sums by doubling: n additions of arrays instead of n * 2**n of numbers.
-    sums = np.zeros(1)
-    for delta in deltas:
-        sums = np.concatenate([sums + delta, sums - delta])
-    # Sums of the same terms in another order differ in their last bits.
-    tolerance = 1e-12 * float(np.abs(deltas).sum())
-    return float(np.mean(np.abs(sums) >= abs(math.fsum(deltas)) - tolerance))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -4,11 +4,9 @@ Written by hand: drawings are 7 kB each, depend on no other package's version (m
 changes between releases), and the files of our evidence, which are drawn with these parts, are
 committed and compared to the byte.
 
-A method has the same colour and dashes on all pages and in all charts. Every colour has a contrast
-of at least 4.5:1 on its background, light or dark; a test computes it.
+Every colour has a contrast of at least 4.5:1 on its background, light or dark; a test computes it.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,48 +23,16 @@ DASHES = ("", "7 3", "2 3", "9 3 2 3")
 """Dashes of lines that share a colour, as `stroke-dasharray`."""
 INK, PAPER = ("#4a515c", "#b9c1cc"), ("#ffffff", "#181c22")
 """Text and background of charts, light and dark."""
-METHODS = (
-    ("d-rr", "cd-grab", "id-grab", "id-pair-grab", "shuffle-once", "always-plus", "grab",
-     "pair-grab", "flip-flop", "fixed", "block-reshuffling", "curriculum", "stair", "saw",
-     "cd-grab-live"),
-    ("dense", "exdyna", "micro", "topk", "cltk", "deft", "threshold", "sidco", "gtopk", "randomk",
-     "sage", "demo", "powersgd"),
-)  # fmt: skip
-"""Orders and sparsifiers, in the order of their colours; from the ninth on they are dashed."""
 _LEAST_SPAN = 0.1
 """Least height of a y axis, as a share of its values: less is noise, and must look flat."""
 FONT = 'font-family="system-ui, sans-serif" font-size="12"'
 
 
-def line_styles(names: Sequence[str]) -> list[int]:
-    """Return a style per line: colour `style % 8`, dashes `style // 8`.
-
-    A method has its own style everywhere. Further lines of it keep the colour and get other dashes,
-    as long as there are dashes left; lines that name no method get styles that nobody uses.
-    A line of exdyna may be called "exdyna 0.01, online".
-
-    >>> line_styles(["d-rr", "always-plus"]), line_styles(["exdyna 0.01", "exdyna 0.01, online"])
-    ([0, 5], [1, 9])
-    >>> line_styles(["exdyna, a", "exdyna, b", "exdyna, c", "exdyna, d", "exdyna, e"])
-    [1, 2, 3, 4, 5]
-    """
-    methods = [name.split(", ")[0].split(" ")[0] for name in names]
-    known = next((one for one in METHODS if any(m in one for m in methods)), ())
-    own = {method: known.index(method) for method in methods if method in known}
-    # The first colour is the baseline's: no other line gets it where methods are known.
-    free = (n for n in itertools.count(1 if own else 0) if n not in own.values())
-    enough = max(map(methods.count, methods), default=0) <= len(DASHES)
-    styles: list[int] = []
-    for at, method in enumerate(methods):
-        before = methods[:at].count(method)
-        style = own[method] + before * len(COLOURS) if method in own else None
-        taken = style is None or (before and (not enough or style in own.values()))
-        styles.append(next(n for n in free if n not in styles) if taken or style is None else style)
-    return styles
-
-
 def dashes(style: int) -> str:
-    """Return the `stroke-dasharray` of a style; empty for a solid line."""
+    """Return the `stroke-dasharray` of a line; empty for a solid one.
+
+    A style is colour `style % 8`, dashes `style // 8`: all that can be told apart, by number.
+    """
     return DASHES[style // len(COLOURS) % len(DASHES)]
 
 
@@ -96,7 +62,7 @@ class ChartLine:
     band: Sequence[tuple[float, float, float]] = ()
     """(x, low, high): the range over single runs, or a deviation."""
     style: int | None = None
-    """As `line_styles` gives it; None uses the position among the lines."""
+    """Colour and dashes, see `dashes`; None uses the position among the lines."""
     group: str = ""
     """Class of the line's group, by which a page can hide it."""
     runs: Sequence[Sequence[tuple[float, float]]] = ()

@@ -202,12 +202,6 @@ def task_path(task: str, folder: Path) -> str:
     return (folder / task).as_posix() if ":" in task else task
 
 
-def refuse_task(study: Study) -> None:
-    """Raise ValueError if a study names a task."""
-    if study.task is not None:
-        raise ValueError(f"a study of kind {study.kind} has no task, got {study.task!r}")
-
-
 def check_settings(
     keys: Mapping[str, Any], given: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
