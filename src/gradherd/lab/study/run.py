@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from gradherd.lab.ranks import in_pool, process_pool
-from gradherd.lab.study.file import Arm, Study
+from gradherd.lab.study.file import Study
 from gradherd.lab.study.kinds import PlannedRun, RunContext, StudyProgress, kind_of
 from gradherd.lab.study.results import (
     RunResult,
@@ -88,21 +88,20 @@ def current_results(study: Study, folder: Path) -> dict[str, list[RunResult]]:
     Raises:
         ValueError: A file of results is damaged.
     """
-    stored = read_arms(folder, [arm.name for arm in study.arms])
-    # Results of earlier settings stay on disk until the arm runs again; they say nothing about the
-    # arm as the file defines it now.
-    current = {
-        arm.name: [one for one in stored[arm.name] if is_current(study, arm, one)]
-        for arm in study.arms
-        if arm.name in stored
-    }
-    return {name: runs for name, runs in current.items() if runs}
-
-
-def is_current(study: Study, arm: Arm, result: RunResult) -> bool:
-    """Return whether a result has the settings in the study file, which may have changed since."""
-    settings = kind_of(study).settings(study, arm.settings)
-    return same_settings(result.settings, settings) and result.seed in study.seeds
+    kind, current = kind_of(study), {}
+    for name, results in read_arms(folder, [arm.name for arm in study.arms]).items():
+        (arm,) = (one for one in study.arms if one.name == name)
+        # Results of earlier settings stay on disk until the arm runs again; they say nothing about
+        # the arm as the file defines it now.
+        settings = kind.settings(study, arm.settings)
+        own = [
+            one
+            for one in results
+            if one.seed in study.seeds and same_settings(one.settings, settings)
+        ]
+        if own:
+            current[name] = own
+    return current
 
 
 def run_planned(
