@@ -107,7 +107,7 @@ def test_the_plan_shows_what_is_left(root, capsys):
     [
         (["studies/small.toml", "--only", "odd"], "there is no arm 'odd'; there are 'd-rr'"),
         (["studies/small.toml", "--device", "odd"], "--device must be cpu or cuda, got 'odd'"),
-        (["studies/bad.toml"], "bad.toml: unknown key 'task2'; known are kind, theme"),
+        (["studies/bad.toml"], "bad.toml: unknown key 'task2'; known are kind, title"),
         (["studies/small.toml", "--out", "studies/bad.toml"], "bad.toml' is a file, not a folder"),
         (
             ["studies/small.toml", "--out", "studies/bad.toml/x"],

@@ -76,7 +76,7 @@ WRONG = [
     ("seeds = 2", "seeds = true", "seeds must be a count"),
     ("seeds = 2", "seeds = [2147483648]", "seeds must be a count"),
     ("seeds = 2", "seeds = [1, 1]", "seeds must be a count"),
-    ("seeds = 2", "seedz = 2", "unknown key 'seedz'; known are kind, theme"),
+    ("seeds = 2", "seedz = 2", "unknown key 'seedz'; known are kind, title"),
     ("title = ", "# ", "there is no title: a study needs one"),
     ('task = "digits"', "task = 5", "task must be a string, got 5"),
     ('label = "two"', "label = 5", "label of an [[arms]] table must be a string, got 5"),
