@@ -47,6 +47,11 @@ class World:
         return cls(rank=0, size=1)
 
     @classmethod
+    def of(cls, group: dist.ProcessGroup) -> "World":
+        """Return the world of a process group, of which this process is a member."""
+        return cls(dist.get_rank(group), dist.get_world_size(group), group)
+
+    @classmethod
     def detect(cls) -> "World":
         """Return the world of this process.
 

@@ -29,7 +29,7 @@ from gradherd.hooks.row_sources import RowSource, make_row_source
 from gradherd.hooks.sparse_hook import ShardedSparseHook, SparseHook, sparsifiable
 from gradherd.hooks.state import check_row_length
 from gradherd.hooks.torch_names import uncompiled
-from gradherd.hooks.transports import CountingTransport, GatheringTransport, RowTransport
+from gradherd.hooks.transports import GatheringTransport, RowTransport
 from gradherd.ordering.coordination import scatters_columns
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.layer_plan import describe
@@ -335,7 +335,7 @@ def _make_transport(
     module, world = inner(model), order.world
     if not order.ordering.policy.needs_rows:
         # Nothing is read off the model but that a backward has happened.
-        return CountingTransport(order, RowSource(module))
+        return RowTransport(order, RowSource(module))
     if isinstance(settings, BatchRows) and isinstance(model, DDP) and world.size > 1:
         return CoordinatedHook(model, order, world)
     if isinstance(settings, BatchRows) and world.size > 1 and fsdp_modules(model):

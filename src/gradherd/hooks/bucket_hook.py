@@ -30,9 +30,7 @@ def world_of(ddp: DDP) -> World:
 
     Its own process group may hold fewer ranks than the default one.
     """
-    # Not the default group: a model may be trained by some of the ranks.
-    group = ddp.process_group
-    return World(dist.get_rank(group), dist.get_world_size(group), group)
+    return World.of(ddp.process_group)
 
 
 class HookSlot:

@@ -71,6 +71,7 @@ class SlicedTransport(RankTransport):
     and exchanged separately, for ordering only.
     """
 
+    quiet = False  # the exchange has to know of every forward
     layout: ColumnLayout
     total_bytes: int
     """Bytes that this rank has sent to average gradients."""
@@ -367,7 +368,7 @@ class SlicingReduceScatter:
         async_op: bool = False,
     ) -> None:
         """Write this rank's part of the reduced (N,) input to the (N / R,) output."""
-        world = World(dist.get_rank(group), dist.get_world_size(group), group)
+        world = World.of(group)
         with self._owner.stopwatch:
             # FSDP lays out its input rank by rank, so row r is what rank r is to receive.
             block, sent = all_to_all(input_tensor.view(world.size, -1), world)

@@ -164,10 +164,8 @@ class ModelExchange:
         """Return what this rank keeps: vectors by parameter, and the state of the method.
 
         Args:
-            gather: Whether rank 0 also gets the states of the other ranks, in "other_ranks".
-
-        Raises:
-            RuntimeError: `gather` is set, but shards of all ranks do not belong on one of them.
+            gather: Whether rank 0 also gets the states of the other ranks, in "other_ranks"; not of
+                a sharded model.
         """
         if self.sharded and gather and self.world.size > 1:
             raise RuntimeError(

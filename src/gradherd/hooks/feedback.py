@@ -24,7 +24,7 @@ from gradherd.flat import FlatSpec
 from gradherd.hooks.parameter_hooks import watch_steps
 from gradherd.hooks.row_stats import RowFigures
 from gradherd.hooks.state import check_row_length
-from gradherd.hooks.transports import CountingTransport, GatheringTransport, RowTransport
+from gradherd.hooks.transports import GatheringTransport, RowTransport
 from gradherd.ordering.batches import BatchTicket
 from gradherd.ordering.bounds import HerdingWatch
 from gradherd.ordering.coordination import check_same_version
@@ -82,10 +82,8 @@ class OrderFeedback(Feeder):
         self._indices: list[int] | None = None
         self._by_index = False
         self._figures: RowFigures | None = None
-        # An exchange has to know of every forward, so its graph is broken there. Without one, a
-        # compiled forward need not tell: the backward asks for its batch.
-        quiet = isinstance(transport, GatheringTransport | CountingTransport)
-        hook = UncopiedHook(self._before_forward, do_nothing if quiet else None)
+        # A graph is broken where a forward must tell that it begins.
+        hook = UncopiedHook(self._before_forward, do_nothing if transport.quiet else None)
         self._handles = [
             model.register_forward_pre_hook(hook),
             # A closure (Lightning, L-BFGS) runs its backward inside the step, so also after it.

@@ -176,17 +176,13 @@ class ShardedWorlds:
 
 def _replicas(mesh: Any, shard: World) -> World:
     """Return the ranks of a mesh that hold the same shard as this one."""
-    if mesh.ndim == 1:
-        groups = [mesh.get_group()]
-    else:
-        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
-        groups = [g for g in groups if dist.get_process_group_ranks(g) != shard.ranks()]
-        if mesh.ndim == 2 and not groups:  # both dimensions have this rank alone
-            groups = [mesh.get_group(0)]
-        if mesh.ndim != 2 or len(groups) != 1:
-            raise ValueError(
-                f"mesh must have two dimensions, one of which is the mesh that fully_shard was "
-                f"given (ranks {shard.ranks()} here), got {mesh}"
-            )
-    group = groups[0]
-    return World(dist.get_rank(group), dist.get_world_size(group), group)
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    others = [g for g in groups if dist.get_process_group_ranks(g) != shard.ranks()]
+    if len(groups) == 2 and not others:  # both dimensions have this rank alone
+        others = groups[:1]
+    if len(groups) != 2 or len(others) != 1:
+        raise ValueError(
+            f"mesh must have two dimensions, one of which is the mesh that fully_shard was given "
+            f"(ranks {shard.ranks()} here), got {mesh}"
+        )
+    return World.of(others[0])

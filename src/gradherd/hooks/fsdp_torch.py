@@ -344,6 +344,4 @@ def _lacking(kind: str, item: Any, names: Iterable[str]) -> Iterator[str]:
 
 
 def _world_of(group: dist.ProcessGroup | None) -> World:
-    if group is None:
-        return World.single()
-    return World(dist.get_rank(group), dist.get_world_size(group), group)
+    return World.single() if group is None else World.of(group)

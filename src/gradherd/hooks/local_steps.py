@@ -158,11 +158,7 @@ class LocalExchange(ModelExchange):
 
     @torch.no_grad()
     def _exchange(self, *, forced: bool) -> None:
-        """Exchange what the steps since the last exchange have changed, and take over the result.
-
-        Args:
-            forced: Whether `sync` asks for it, which it must on all ranks.
-        """
+        """Exchange what the last steps have changed; `forced` says that `sync` asks for it."""
         self._weights.check_trainable()
         shared, own = self._weights.rounded(self._outer.shared), self._weights.read()
         self._worker.begin(1.0)
@@ -198,9 +194,6 @@ class LocalExchange(ModelExchange):
 
         Returns:
             What has arrived, None if the exchange was called off; the mean of all buffers; bytes.
-
-        Raises:
-            RuntimeError: A rank is gone, or at another step.
         """
         try:
             positions, compared = all_gather(at, self.peers)

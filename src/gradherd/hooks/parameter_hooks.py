@@ -47,12 +47,7 @@ class ParameterHooks:
     """Calls back with each parameter's gradient in every backward, before it is accumulated."""
 
     def __init__(self, model: nn.Module, arrived: Callable[[str, Tensor], None]) -> None:
-        """Register a hook for each trainable parameter.
-
-        Args:
-            model: The model.
-            arrived: Called with name and gradient of each parameter.
-        """
+        """Hook into each trainable parameter; `arrived` is called with its name and gradient."""
         self.before_first: Callable[[], None] = lambda: None
         """Called before the first gradient of each backward."""
         self.once: Callable[[], None] | None = None

@@ -1,12 +1,12 @@
 """The sparse exchange in DDP's communication hook, and between replicas of a sharded model.
 
-Under DDP each bucket is added to the residual as it arrives, which overlaps with the rest of the
-backward. After the last one the whole gradient is exchanged, and every bucket gets its part of the
-mean; the backward waits for that. Selection needs the whole gradient, so it cannot begin earlier.
+Under DDP the whole gradient is exchanged after the last bucket, since selection needs all of it;
+every bucket then gets its part of the mean, and the backward waits for that.
 
 Residuals are one flat vector. On a CPU it is in the order of the model, small parameters last, and
 a `Placement` translates to the buckets, which DDP rebuilds after the first step. On a GPU it lies
-as the buckets do and follows them, so that one kernel adds a whole bucket. States are by parameter.
+as the buckets do and follows them, so that one kernel adds a whole bucket as it arrives. States are
+by parameter.
 
 Inside a replica `fully_shard` reduces gradients as ever: a reduce-scatter gives every rank its
 shard. Its all-reduce hook adds the shard to a vector of this rank's and leaves zeros in its place.
@@ -82,52 +82,31 @@ class SparseHook(BucketHook, GradientExchange):
         self._copied: tuple[Tensor, torch.cuda.Event] | None = None
 
     def add(self, bucket: dist.GradBucket) -> Future[Tensor] | None:
-        """Add a bucket to the residual, unless the norm of all buckets must be known first."""
-        return None if self._clip is not None else self._take(self.position, bucket)
-
-    def _take(self, number: int, bucket: dist.GradBucket) -> Future[Tensor] | None:
+        """Add a bucket to the residual on a GPU, beside the rest of the backward."""
         if self._steps is None:
-            self._add(bucket, first=number == 0)
             return None
+        number = self.position
         if number == 0:
             self._late = []
             scale = scale_on_device(self._scaler)
             self._steps.begin(None if scale is None else scale.float())
-        # On a GPU the residual lies as the buckets do. It is laid out anew once all are known.
-        if not self.is_known(number, bucket):
+        # All are clipped together. And the residual, which lies as the buckets do, is laid out anew
+        # once all are known.
+        if self._clip is not None or not self.is_known(number, bucket):
             self._late.append((number, bucket))
             return None
         return self._steps.add(number, bucket.buffer())
 
-    def _take_clipped(self, buckets: Sequence[dist.GradBucket], clip: float) -> None:
-        """Clip this worker's gradient, then add all buckets to the residual."""
-        scale = scale_on_device(self._scaler)
-        flats = [bucket.buffer() for bucket in buckets]
-        clip_together(flats, clip if scale is None else clip * scale.double())
-        for number, bucket in enumerate(buckets):
-            self._take(number, bucket)
-
-    def _add(self, bucket: dist.GradBucket, first: bool) -> None:
-        if first:
-            # Once per backward: the loss scale may change between steps, and residuals of earlier
-            # steps must stay comparable.
-            self._worker.begin(self._scaler.get_scale() if self._scaler else 1.0)
-        for parameter, piece in pieces(bucket):
-            if parameter in self._slices:
-                # Cleared in the same kernel: `exchange` writes only what was sent.
-                self._worker.add(self._slices[parameter].start, piece, clear=True)
-            else:  # It was frozen when the hook was attached, so it has no residual.
-                self._average_whole(piece)
-
     def exchange(self, buckets: Sequence[dist.GradBucket]) -> None:
         """Exchange what the method selects, and write the mean into the buckets."""
+        flats = self._flats = [bucket.buffer() for bucket in buckets]
         if self._clip is not None:
-            self._take_clipped(buckets, self._clip)
+            scale = scale_on_device(self._scaler)
+            clip_together(flats, self._clip if scale is None else self._clip * scale.double())
         if self.learn(buckets):
             self._place(buckets)
-        flats = self._flats = [bucket.buffer() for bucket in buckets]
         if self._steps is None:
-            self._run(self._present, None if self._usage is None else self._usage.take())
+            self._step_on_host(buckets)
         else:
             for number, bucket in self._late:
                 self._steps.add(number, bucket.buffer())
@@ -137,6 +116,18 @@ class SparseHook(BucketHook, GradientExchange):
             self._look_back()
         # DDP replaces its first buckets: who holds on to them keeps a gradient's memory alive.
         self._flats, self._late = [], []
+
+    def _step_on_host(self, buckets: Sequence[dist.GradBucket]) -> None:
+        # Once per backward: the loss scale may change between steps, and residuals of earlier
+        # steps must stay comparable.
+        self._worker.begin(self._scaler.get_scale() if self._scaler else 1.0)
+        for parameter, piece in (one for bucket in buckets for one in pieces(bucket)):
+            if parameter in self._slices:
+                # Cleared in the same kernel: `_write` writes only what was sent.
+                self._worker.add(self._slices[parameter].start, piece, clear=True)
+            else:  # It was frozen when the hook was attached, so it has no residual.
+                self._average_whole(piece)
+        self._run(self._present, None if self._usage is None else self._usage.take())
 
     def _write(self, indices: Tensor, mean: Tensor, used: set[str]) -> Tensor:
         assert self._placement is not None
@@ -169,11 +160,8 @@ class SparseHook(BucketHook, GradientExchange):
         # Parameters that were frozen when this was attached have no residual.
         if here == self._slices.keys() and len({one.buffer().dtype for one in buckets}) == 1:
             self._steps.place(self._placement)
-            return
-        # DDP's first buckets, of which nothing was added, show it: the host takes over for good.
-        self._steps, self._late = None, []
-        for bucket in buckets:
-            self._add(bucket, first=bucket is buckets[0])
+        else:  # DDP's first buckets, of which nothing was added: the host takes over for good.
+            self._steps = None
 
     def _look_back(self) -> None:
         """Every so many steps, see how those before went: the GPU is never waited for."""

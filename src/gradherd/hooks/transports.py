@@ -1,9 +1,8 @@
 """How rows get from a row source to the sampler, those of all workers together."""
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,13 +21,20 @@ from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.row_check import CHECK_FAILED
 
 
-class RowTransport(ABC):
-    """Takes the rows of one batch after the other to the sampler."""
+class RowTransport:
+    """Takes one batch after the other to the sampler.
+
+    This one is for orders that need no gradients: it counts the units that were visited.
+    """
+
+    quiet: ClassVar[bool] = True
+    """Whether a compiled forward need not tell that it begins: the backward asks for its batch."""
 
     def __init__(self, sampler: OrderedSampler, source: RowSource) -> None:
         self._sampler = sampler
         self.source = source
         """Notices backwards, and reads their rows."""
+        self._in_order = True
 
     @property
     def waiting(self) -> bool:
@@ -48,7 +54,6 @@ class RowTransport(ABC):
     def prepare(self) -> None:
         """Get ready for a new batch: a forward begins."""
 
-    @abstractmethod
     def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
         """Feed back the rows of the backward that was waiting, or drop them without a claim.
 
@@ -58,10 +63,15 @@ class RowTransport(ABC):
             claim: The units that the gradient belongs to; None if it counts for nothing.
             loss_scale: What the loss was multiplied by (GradScaler).
         """
+        self.source.clear()
+        if claim is not None:
+            # To know when the epoch ends.
+            seen = torch.ones((claim.units, self._sampler.world.size), dtype=torch.bool)
+            self._sampler.observe(None, seen, first=claim.step if self._in_order else None)
 
-    @abstractmethod
     def by_index(self) -> None:
         """Expect batches in any order from now on."""
+        self._in_order = False
 
     def wait(self, *, raises: bool = True) -> None:
         """Return when nothing runs beside the training loop.
@@ -93,24 +103,6 @@ class RowTransport(ABC):
     def close(self) -> None:
         """Remove the hooks."""
         self.source.remove_hooks()
-
-
-class CountingTransport(RowTransport):
-    """For orders that need no gradients: counts the units that were visited."""
-
-    _in_order = True
-
-    def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
-        """Count the units."""
-        self.source.clear()
-        if claim is not None:
-            # To know when the epoch ends.
-            seen = torch.ones((claim.units, self._sampler.world.size), dtype=torch.bool)
-            self._sampler.observe(None, seen, first=claim.step if self._in_order else None)
-
-    def by_index(self) -> None:
-        """Only count units: which ones does not matter."""
-        self._in_order = False
 
 
 class RankTransport(RowTransport):

@@ -62,7 +62,7 @@ def prepare(
     shards = herding.sparsify is None and herding.local is None
     check_accelerator(accelerator, ordered=herding.order is not None, shards=shards)
     prepared = getattr(loader, "_is_accelerate_prepared", False)
-    sampler = herding.sampler_before_prepare(loader, prepared)
+    sampler = herding.make_sampler(loader, prepared=prepared)
     if sampler is None:
         model, optimizer, loader, *others = accelerator.prepare(model, optimizer, loader, *others)
     else:
@@ -75,13 +75,7 @@ def prepare(
 
 
 def check_accelerator(accelerator: Accelerator, *, ordered: bool, shards: bool = False) -> None:
-    """Raise ValueError if gradients or examples would not arrive as they are expected.
-
-    Args:
-        accelerator: The accelerator.
-        ordered: Whether examples are ordered.
-        shards: Whether FSDP2 is supported.
-    """
+    """Raise ValueError unless gradients and examples arrive as expected; `shards` allows FSDP2."""
     kind = accelerator.distributed_type
     if kind in [getattr(DistributedType, name) for name in _UNSUPPORTED] or (
         kind == DistributedType.FSDP and not (shards and accelerator.is_fsdp2)

@@ -71,6 +71,7 @@ class GradherdCallback(HerdOwner, Callback):
             loader = request()
             if self._sampler is None:
                 self._sampler = self._settings.make_sampler(loader)
+                assert self._sampler is not None
                 if self._settings.local is None:
                     self._attach_to(trainer)
             elif len(loader.dataset) != self._sampler.sharding.examples:

@@ -51,11 +51,12 @@ class HerdSettings:
         if isinstance(self.unit, str) and self.unit != "batch":
             raise ValueError(f"unit must be 'batch' or a number of examples, got {self.unit!r}")
 
-    def sampler_before_prepare(self, loader: Any, prepared: bool) -> OrderedSampler | None:
-        """Return the sampler for a loader that goes to a framework's `prepare`; None without order.
+    def make_sampler(self, loader: Any, *, prepared: bool = False) -> OrderedSampler | None:
+        """Return the sampler for a training loader without shuffle; None without an order.
 
         Raises:
-            ValueError: The framework has prepared it before, or it decides on the order itself.
+            ValueError: The loader decides on the order itself, cannot be ordered, or the framework
+                has `prepared` it before.
         """
         if self.order is None:
             return None
@@ -64,14 +65,6 @@ class HerdSettings:
                 "loader is prepared already, so its examples would be sharded twice: give the "
                 "loader as it was before"
             )
-        return self.make_sampler(loader)
-
-    def make_sampler(self, loader: Any) -> OrderedSampler:
-        """Return the sampler for a training loader, which has neither shuffle nor a sampler.
-
-        Raises:
-            ValueError: The loader decides on the order itself, or cannot be ordered.
-        """
         check_loader(loader)
         return self.sampler_of(loader.dataset, loader.batch_size)
 

@@ -49,7 +49,7 @@ def prepare(
     if strategy not in (None, "ddp"):
         raise ValueError(f"parallel_strategy must be 'ddp', got {strategy!r}")
     # Ray's loader passes for a DataLoader, and shows the attributes of the one inside.
-    sampler = settings.sampler_before_prepare(loader, hasattr(loader, "_dataloader"))
+    sampler = settings.make_sampler(loader, prepared=hasattr(loader, "_dataloader"))
     if sampler is None:
         loader = ray.train.torch.prepare_data_loader(loader)
     else:
