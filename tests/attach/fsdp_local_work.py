@@ -218,6 +218,7 @@ def refused():
 
     attempt("native", mesh)
     attempt("no mesh", mesh["shard"], given=None)
+    attempt("overlap", mesh["shard"], settings(overlap=True))
     attempt("offload", mesh["shard"], offload_policy=CPUOffloadPolicy(pin_memory=False))
     return said
 

@@ -29,6 +29,18 @@ CASES = {
     "sparse": gh.LocalSteps(
         every=3, method=gh.TopK(density=0.1), values="fp32", decay=0.9, dense_below=20
     ),
+    "overlap": gh.LocalSteps(
+        every=4,
+        method=gh.TopK(density=0.1),
+        values="fp32",
+        decay=0.9,
+        dense_below=20,
+        overlap=True,
+        delay=3,
+    ),
+    "applied at once": gh.LocalSteps(
+        every=2, method="exdyna", values="fp32", decay=0.95, overlap=True, delay=2
+    ),
     "one bit": gh.LocalSteps(every=2, method="exdyna", decay=0.95),
     # 11 steps: exchanges after 2, 4, 6 (the last of the early steps), and by sync().
     "early": gh.LocalSteps(every=8, early=6, values="fp32", outer_lr=0.8, outer_momentum=0.6),
@@ -304,7 +316,9 @@ def ordered(rank):
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     sampler = gh.OrderedSampler(data, "cd-grab", batch_size=4)
-    local = gh.LocalSteps(every=3, method=gh.ExDyna(density=0.2), values="fp32", decay=0.95)
+    local = gh.LocalSteps(
+        every=3, method=gh.ExDyna(density=0.2), values="fp32", decay=0.95, overlap=True
+    )
     herd = gh.attach(net, order=sampler, optimizer=optimizer, local=local)
     for epoch in range(3):
         sampler.set_epoch(epoch)
@@ -326,6 +340,7 @@ def everything():
             for name, stops in {
                 "sparse": (4, 6),
                 "diloco": (5,),
+                "overlap": (5, 8),
                 "early": (5,),
             }.items()
             for stop in stops

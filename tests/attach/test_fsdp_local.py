@@ -72,6 +72,7 @@ def test_what_does_not_fit_is_refused_with_what_to_do(ranks):
     says = {
         "native": "torch averages over replicas before anything could be exchanged sparsely",
         "no mesh": "local exchanges what the replicas of a sharded model have computed, and needs",
+        "overlap": "overlap=True is not supported for sharded models",
         "offload": "are offloaded to the CPU, which gradherd does not support: use fully_shard",
     }
     for rank in ranks:

@@ -52,41 +52,55 @@ def reference(settings, steps, size=RANKS):
         nesterov=settings.nesterov and momentum > 0,
     )
     residuals = torch.zeros(size, len(shared))
-    paths = [[vector(net)] for net in nets]
+    pending, paths = None, [[vector(net)] for net in nets]
 
-    def exchange():
+    def begin():
         nonlocal residuals
-        acc = residuals + (outer.detach() - torch.stack([vector(net) for net in nets]))
+        own = torch.stack([vector(net) for net in nets])
+        acc = residuals + (outer.detach() - own)
         large = acc[:, ~small].abs()
         k = max(1, int(settings.method.density * large.shape[1]))
         chosen = torch.ones(len(shared), dtype=torch.bool)
         if not isinstance(settings.method, gh.Dense):
             threshold = large.topk(k, dim=1).values[:, -1:]
             chosen[~small] = (large >= threshold).any(0)
-        outer.grad = torch.where(chosen, acc.mean(0), 0)
+        mean = torch.where(chosen, acc.mean(0), 0)
         residuals = torch.where(chosen, 0, acc) * settings.decay
+        return own, mean
+
+    def apply(pending):
+        then, mean = pending
+        outer.grad = mean
         sgd.step()
-        for net in nets:
-            torch.nn.utils.vector_to_parameters(outer.detach().clone(), net.parameters())
+        for rank, net in enumerate(nets):
+            new = outer.detach() + (vector(net) - then[rank])
+            torch.nn.utils.vector_to_parameters(new.clone(), net.parameters())
 
     taken = 0
     for at in range(1, steps + 1):
         for net, optimizer, feed in zip(nets, optimizers, feeds, strict=True):
             step(net, optimizer, next(feed))
         taken += 1
+        if pending is not None and taken == settings.steps_until_applied:
+            apply(pending)
+            pending = None
         if taken == (settings.every // 4 if at <= settings.early else settings.every):
-            exchange()
-            taken = 0
+            pending, taken = begin(), 0
+            if not settings.overlap:
+                apply(pending)
+                pending = None
         for path, net in zip(paths, nets, strict=True):
             path.append(vector(net))
+    if pending is not None:
+        apply(pending)
     if taken:
-        exchange()
+        apply(begin())
     for path, net in zip(paths, nets, strict=True):
         path.append(vector(net))
     return torch.stack([torch.stack(path) for path in paths])
 
 
-@pytest.mark.parametrize("case", ["diloco", "heavy ball", "sparse", "early"])
+@pytest.mark.parametrize("case", ["diloco", "heavy ball", "sparse", "overlap", "early"])
 def test_it_is_what_the_definition_says(ranks, case):
     expected = reference(CASES[case], 11)
     for rank, result in enumerate(ranks):
@@ -100,8 +114,9 @@ def test_weights_are_equal_to_the_bit_after_an_exchange(ranks, case):
     one, other = (result["paths"][case][0] for result in ranks)
     assert torch.equal(one[-1], other[-1])
     assert torch.equal(one[0], other[0]), "attach gives all ranks rank 0's weights"
-    every = 2 if case == "early" else CASES[case].every
-    assert torch.equal(one[every], other[every])
+    if not CASES[case].overlap:
+        every = 2 if case == "early" else CASES[case].every
+        assert torch.equal(one[every], other[every])
     assert not torch.equal(one[1], other[1])
 
 
@@ -118,7 +133,7 @@ def test_exchanges_are_few_and_small(ranks):
 
 @pytest.mark.parametrize(
     "case",
-    [("sparse", 4), ("sparse", 6), ("diloco", 5), ("early", 5)],
+    [("sparse", 4), ("sparse", 6), ("diloco", 5), ("overlap", 5), ("overlap", 8), ("early", 5)],
 )
 def test_a_run_resumed_within_a_phase_has_the_same_bits(ranks, case):
     for result in ranks:
@@ -376,12 +391,16 @@ def test_all_methods_have_the_same_defaults():
         ({"fewer": 400, "steps": 0}, "steps must be at least 1, got 0"),
         ({"steps": 1000}, "steps goes with fewer"),
         ({"early": -1}, "early must be at least 0, got -1"),
+        ({"early": 9, "overlap": True}, "early and overlap do not go together"),
         ({"every": 0}, "every must be at least 1, got 0"),
         ({"every": 2.0}, "every must be"),
         ({"decay": 1.5}, "decay must be in [0, 1], got 1.5"),
         ({"outer_lr": 0}, "outer_lr must be in (0, inf), got 0"),
         ({"outer_momentum": 1.0}, "outer_momentum must be in [0, 1)"),
+        ({"delay": 3}, "delay goes with overlap=True"),
+        ({"overlap": True, "every": 4, "delay": 5}, "in [1, every = 4], got 5"),
         ({"buffers": "sum"}, "buffers must be mean or own"),
+        ({"overlap": 1}, "overlap must be True or False"),
         ({"nesterov": 1}, "nesterov must be True or False"),
         ({"values": "int3"}, "values must be"),
         ({"method": "nothing"}, "nothing"),
@@ -390,3 +409,28 @@ def test_all_methods_have_the_same_defaults():
 def test_bad_settings(settings, needle):
     with pytest.raises(ValueError, match="(?s)" + re.escape(needle)):
         gh.LocalSteps(**settings)
+
+
+def test_a_state_with_an_exchange_under_way_needs_overlap():
+    def attached(overlap):
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        local = gh.LocalSteps(every=2, overlap=overlap)
+        return net, optimizer, gh.attach(net, optimizer=optimizer, local=local)
+
+    net, optimizer, herd = attached(overlap=True)
+    feed = batches(0)
+    for _ in range(2):
+        step(net, optimizer, next(feed))
+    state, following = herd.state_dict(), next(feed)
+    herd.detach()
+    assert {"snapshot", "arrival"} <= state["local"].keys()
+    *_, plain = attached(overlap=False)
+    with pytest.raises(ValueError, match=r"has an exchange under way.* attach with overlap=True"):
+        plain.load_state_dict(state)
+    plain.detach()
+    other, other_optimizer, again = attached(overlap=True)
+    again.load_state_dict(state)
+    step(other, other_optimizer, following)
+    assert again.metrics()["exchanges"] == 1
+    again.detach()

@@ -34,6 +34,7 @@ KINDS = (
     "rows",
     "sparse",
     "local",
+    "overlap",
     "sharded",
     "sharded-sparse",
     "sharded-local",
@@ -110,8 +111,8 @@ class Loop:
         self.optimizer = torch.optim.SGD(net.parameters(), 0.1)
         if "sparse" in kind:
             settings["sparsify"] = gh.ExDyna(density=0.01)
-        if "local" in kind:
-            settings["local"] = gh.LocalSteps(every=2)
+        if "local" in kind or kind == "overlap":
+            settings["local"] = gh.LocalSteps(every=2, overlap=kind == "overlap")
             settings["optimizer"] = self.optimizer
         self.net, self.settings = net, settings
         self.loader = DataLoader(data, batch_size=8, sampler=sampler)

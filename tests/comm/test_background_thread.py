@@ -280,5 +280,5 @@ def test_ranks_end_without_detach():
 
 def test_every_loop_ends_as_it_should():
     """Once each what differs most; `python -m tests.comm.ends` runs all of them, many times."""
-    kinds, ways = "order,sparse,local,sharded", "left,cell-twice,raised-alone,interrupted"
+    kinds, ways = "order,sparse,overlap,sharded", "left,cell-twice,raised-alone,interrupted"
     assert ends.unexpected(1, "--kinds", kinds, "--ends", ways) == {}

@@ -162,6 +162,8 @@ class Composed(Loop):
             more = {"every": pick.choice([1, 2, 3, 5]), "decay": pick.choice([1.0, 1.0, 0.9])}
             if pick.random() < 0.4:
                 more |= {"outer_lr": 0.7, "outer_momentum": 0.6, "nesterov": pick.random() < 0.5}
+            if pick.random() < 0.4 and not self.sharded:
+                more |= {"overlap": True, "delay": pick.choice([None, 1, more["every"]])}
             self.settings = gh.LocalSteps(**sent, **more)
 
     @property
@@ -385,7 +387,7 @@ class Composed(Loop):
                                      nesterov=nesterov)  # fmt: skip
         if "outer_momentum" in kept:
             self.outer.state[self.shared]["momentum_buffer"] = kept["outer_momentum"].clone()
-        self.taken = 0
+        self.taken, self.pending = 0, None
 
     def note_weights(self, *_):
         self.before = flat(self.params)
@@ -394,19 +396,33 @@ class Composed(Loop):
         """Do what the definition says, but for what was selected and how it was rounded."""
         settings, after = self.settings, flat(self.params)
         self.taken += 1
+        if self.pending is not None and self.taken >= settings.steps_until_applied:
+            self.apply_pending()
         if self.taken < settings.every:
             return
-        self.taken, difference = 0, self.shared.detach() - self.before
-        kept = self.vectors()
+        # With overlap, what has arrived is applied before the next exchange begins.
+        own = after if settings.overlap else self.before
+        self.taken, difference = 0, self.shared.detach() - own
+        kept = self.vectors()  # waits for the exchange
         lost = kept.get("owner_error", torch.zeros(()))
         left = (kept["residual"].double() + lost.double()) / settings.decay  # Both have decayed.
         sent = self.residual.double() + self.lost.double() + difference.double() - left
         self.residual, self.lost = kept["residual"], lost
-        self.shared.grad = (self.sum_of(sent) / self.copies).to(self.shared)
+        self.pending = (own, self.sum_of(sent) / self.copies)
+        if not settings.overlap:
+            self.apply_pending()
+            self.same_bits("weights after an exchange", after)
+
+    def apply_pending(self):
+        then, mean = self.pending
+        self.shared.grad = mean.to(self.shared)
         self.outer.step()
-        wanted, size = self.shared.detach(), self.shared.detach().abs().max()
+        self.pending = None
+        after, size = flat(self.params), self.shared.detach().abs().max()
+        wanted = self.shared.detach()
+        if self.settings.overlap:
+            wanted = wanted + (self.before - then)
         self.close_to("weights after an exchange", after, wanted, size)
-        self.same_bits("weights after an exchange", after)
 
     # Parts of the loop.
 

@@ -317,6 +317,8 @@ def _check_local(
         raise ValueError(f"local must be gh.LocalSteps(), got {local!r}")
     if isinstance(model, DDP) and not hook_is_free(model):
         raise ValueError("local steps need the communication hook of DDP, and there is one already")
+    if fsdp_modules(model) and local.overlap:
+        raise ValueError("overlap=True is not supported for sharded models: leave it out")
     if sparsifies:
         raise ValueError("give the sparsifier to local steps: LocalSteps(method=..., values=...)")
     if scaler is not None:

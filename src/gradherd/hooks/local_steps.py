@@ -2,7 +2,9 @@
 
 The exchange is that of gradients (`sparsify.worker`), with the difference between shared and own
 weights in the place of the gradient. Then every rank takes over the new shared weights. Of a
-sharded module (FSDP2) the vectors hold this rank's shards, which its replicas exchange.
+sharded module (FSDP2) the vectors hold this rank's shards, which its replicas exchange. With
+`overlap` the exchange runs in a thread, and what a rank has learned meanwhile is added to the new
+shared weights.
 
 Shapes: D elements of all trainable parameters, B of all floating-point buffers.
 """
@@ -10,6 +12,7 @@ Shapes: D elements of all trainable parameters, B of all floating-point buffers.
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
+from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.checks import TrainingDiverged
 from gradherd.comm.collectives import all_gather, broadcast
 from gradherd.comm.script import run
@@ -35,6 +39,16 @@ log = logging.getLogger("gradherd")
 # A rank whose optimizer holds NaN breaks every exchange: end such a run instead of going on.
 MAX_CALLED_OFF = 3
 """Exchanges in a row that may be called off."""
+
+
+@dataclass
+class _Arrival:
+    """The result of an exchange that was not applied yet."""
+
+    mean: Tensor | None
+    """(D,) mean difference of all ranks; None if the exchange was called off."""
+    buffers: Tensor | None
+    metrics: dict[str, Any]
 
 
 class OwnGradients(BucketHook):
@@ -83,18 +97,25 @@ class LocalExchange(ModelExchange):
         model = model if ddp is None else ddp.module
         self._optimizer = optimizer
         device = next(p for p in model.parameters() if p.requires_grad).device
-        if not (world if sharded is None else sharded.replicate).exchanges(device):
-            device = torch.device("cpu")  # a model on a GPU, in a group of gloo
+        peers = world if sharded is None else sharded.replicate
+        # The loop's own group would mix up the collectives of a thread with those of the loop; the
+        # thread's group is gloo's, which takes tensors on the CPU, and so may be the loop's.
+        if settings.overlap or not peers.exchanges(device):
+            device = torch.device("cpu")
         self._settings = settings
         self._weights = FlatWeights(
             model, settings.dense_below, device, with_buffers=settings.buffers == "mean"
         )
         super().__init__(self._weights.parameters, settings.sent, world, sharded, device)
-        self._weights.broadcast(self.peers)
+        self._channel = peers.side_channel() if settings.overlap else peers
+        self._thread = BackgroundThread("gradherd-local-steps") if settings.overlap else None
+        self._weights.broadcast(self._channel)
         self._outer = OuterOptimizer(settings, self._weights.read())
-        self._taken = 0  # steps since the last exchange
+        self._taken = 0  # steps since the last exchange began
         self._steps = 0  # steps since the run began
         self._called_off = 0  # exchanges in a row
+        self._snapshot: Tensor | None = None  # own weights when the running exchange began
+        self._arrival: _Arrival | None = None
         self._loaded: dict[str, Tensor] | None = None  # what a state has just set
         # Last: if something above fails, DDP still averages.
         self._ddp_hook = None if ddp is None else OwnGradients(ddp)
@@ -146,42 +167,58 @@ class LocalExchange(ModelExchange):
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._taken += 1
         self._steps += 1
-        if self._settings.is_due(self._taken, self._steps):
-            with self.stopwatch:
-                self._exchange(forced=False)
+        with self.stopwatch:
+            if self._snapshot is not None and self._taken >= self._settings.steps_until_applied:
+                self._apply()
+            if self._settings.is_due(self._taken, self._steps):
+                self._begin(forced=False)
 
     def sync(self) -> None:
         """Exchange now, also within a phase; afterwards all ranks have equal weights."""
-        if self._taken or self._called_off:
-            with self.stopwatch:
-                self._exchange(forced=True)
+        with self.stopwatch:
+            if self._snapshot is not None:
+                self._apply()
+            if self._taken or self._called_off:
+                self._begin(forced=True)
 
     @torch.no_grad()
-    def _exchange(self, *, forced: bool) -> None:
-        """Exchange what the last steps have changed; `forced` says that `sync` asks for it."""
+    def _begin(self, *, forced: bool) -> None:
+        """Exchange what the steps since the last exchange have changed, and take over the result.
+
+        With `overlap` the exchange goes on in the thread, and later steps take over its result.
+
+        Args:
+            forced: Whether `sync` asks for it, which it must on all ranks.
+        """
         self._weights.check_trainable()
         shared, own = self._weights.rounded(self._outer.shared), self._weights.read()
         self._worker.begin(1.0)
-        self._worker.add(0, torch.sub(shared, own, out=own))
+        # Without overlap nobody needs the weights again.
+        self._worker.add(0, torch.sub(shared, own, out=None if self._thread else own))
         at = torch.tensor([self._steps, int(forced)], device=own.device)
-        outcome, buffers, sent = self._send(at, self._weights.read_buffers())
-        self._taken = 0
+        buffers = self._weights.read_buffers()
+        if self._thread is None:
+            self._exchange(at, buffers)
+        else:
+            self._thread.submit(lambda: self._exchange(at, buffers))
+        self._taken, self._snapshot = 0, own  # not if the exchange has failed
+        if self._thread is None or forced:
+            self._apply()
+
+    def _exchange(self, at: Tensor, buffers: Tensor | None) -> None:
+        """Run the exchange, here or in the thread, and keep its result until it is applied."""
+        outcome, averaged, sent = self._send(at, buffers)
         self.total_bytes += sent
         outcome = outcome if self.all_shards_agree(outcome is not None) else None
         self._worker.commit(outcome)
         if outcome is None:
-            self._go_on_alone()
+            self._arrival = _Arrival(None, None, {})
             return
         # Now, not before the next sum: an exchange that is called off must not decay it twice.
         if self._settings.decay != 1:
             self._worker.decay(self._settings.decay)
-        self._metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
-        self._metrics["exchanges"] = self._worker.step
-        self._called_off = 0
-        self._outer.step(outcome.whole_mean(self.layout.size))
-        self._weights.write(self._weights.rounded(self._outer.shared))
-        if buffers is not None:
-            self._weights.write_buffers(buffers)
+        metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
+        self._arrival = _Arrival(outcome.whole_mean(self.layout.size), averaged, metrics)
 
     def _send(
         self, at: Tensor, buffers: Tensor | None
@@ -196,17 +233,17 @@ class LocalExchange(ModelExchange):
             What has arrived, None if the exchange was called off; the mean of all buffers; bytes.
         """
         try:
-            positions, compared = all_gather(at, self.peers)
+            positions, compared = all_gather(at, self._channel)
             # Ranks that have lost count of their steps would take one message for another.
             together = bool((positions == positions[0]).all())
-            outcome, sent = run(self._worker.script(), self.peers) if together else (None, 0)
+            outcome, sent = run(self._worker.script(), self._channel) if together else (None, 0)
             rows, more = None, 0
             if outcome is not None and buffers is not None:
-                rows, more = all_gather(buffers, self.peers)
+                rows, more = all_gather(buffers, self._channel)
         except RuntimeError as error:
             reason = getattr(error, "reason", " ".join(str(error).split()))
             raise RuntimeError(
-                f"the exchange after local step {self._steps} failed: a rank has died, or is later "
+                f"the exchange after local step {int(at[0])} failed: a rank has died, or is later "
                 f"than the process group's timeout of {self.world.timeout().total_seconds():g} s "
                 f"({reason})"
             ) from error
@@ -216,6 +253,37 @@ class LocalExchange(ModelExchange):
                 f"sync(): [steps, sync()] of each rank are {positions.tolist()}"
             )
         return outcome, None if rows is None else mean_of_buffers(rows), sent + compared + more
+
+    @torch.no_grad()
+    def _apply(self) -> None:
+        """Wait for the exchange, move the shared weights and write them into the parameters."""
+        self._complete()
+        arrival, snapshot = self._arrival, self._snapshot
+        self._arrival = self._snapshot = None
+        assert arrival is not None and snapshot is not None
+        if arrival.mean is None:
+            self._go_on_alone()
+            return
+        self._metrics = arrival.metrics | {"exchanges": self._worker.step}
+        self._called_off = 0
+        self._outer.step(arrival.mean)
+        new = self._weights.rounded(self._outer.shared)
+        if self._thread is not None:
+            # What this rank has learned since then; nothing right after `_begin`, so that `sync`
+            # leaves equal bits on all ranks.
+            new = new + (self._weights.read() - snapshot)
+        self._weights.write(new)
+        if arrival.buffers is not None:
+            self._weights.write_buffers(arrival.buffers)
+
+    def _complete(self) -> None:
+        """Wait for the thread, which changes the worker."""
+        try:
+            if self._thread is not None:
+                self._thread.wait()
+        except RuntimeError:
+            self._snapshot = None  # Differences are taken to the shared weights: nothing is lost.
+            raise
 
     def _go_on_alone(self) -> None:
         """Leave the shared weights: some rank's difference was not finite."""
@@ -239,6 +307,11 @@ class LocalExchange(ModelExchange):
         """Return a context in which parameters are the shared weights."""
         return self._weights.replaced_by(self._outer.shared)
 
+    def metrics(self) -> dict[str, Any]:
+        """Return the metrics of the last exchange, and totals so far."""
+        self._complete()
+        return super().metrics()
+
     def _counts(self) -> dict[str, int]:
         return {"local_steps": self._steps, "exchanges": self._worker.step}
 
@@ -249,18 +322,22 @@ class LocalExchange(ModelExchange):
 
     def vectors(self) -> dict[str, dict[str, Tensor]]:
         """Return copies of what is kept by parameter; within a phase also own weights."""
+        self._complete()
         vectors = super().vectors()
         if self._has_own_weights:
             vectors["weights"] = self.by_name(self._weights.read())
+        if self._snapshot is not None:
+            vectors["snapshot"] = self.by_name(self._snapshot)
         return vectors
 
     @property
     def _has_own_weights(self) -> bool:
         """Whether this rank's weights may differ from the shared ones, as within a phase."""
         # DCP asks a fresh herd with a sharded model which entries to read.
-        return bool(self.sharded or self._taken or self._called_off)
+        return bool(self.sharded or self._taken or self._called_off or self._snapshot is not None)
 
     def _own_state(self) -> dict[str, Any]:
+        self._complete()
         state = super()._own_state() | {
             "taken": self._taken,
             "local_steps": self._steps,
@@ -270,13 +347,33 @@ class LocalExchange(ModelExchange):
         if self._has_own_weights:
             buffers = self._weights.buffers()
             state["buffers"] = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+        if self._arrival is not None:  # Equal on all ranks, as the shared weights are.
+            state["arrival"] = vars(self._arrival).copy()
         return state
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Check that a state is of this model and these settings, and of this rank or merged.
+
+        Raises:
+            ValueError: It is not.
+        """
+        super().check_state(state)
+        if "snapshot" in state and not self._settings.overlap:
+            raise ValueError(
+                "local state has an exchange under way: it was saved with overlap=True, so attach "
+                "with overlap=True"
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state, and set this rank's weights to what they were."""
+        self._complete()
         super().load_state_dict(state)
         self._taken, self._steps = state["taken"], state["local_steps"]
         self._called_off = state["called_off"]
+        self._arrival = self._snapshot = None
+        if "snapshot" in state:
+            self._snapshot = self.fill(torch.empty_like(self._outer.shared), state["snapshot"])
+            self._arrival = _Arrival(**state["arrival"])
         weights = self._weights.rounded(self._outer.shared)
         if "weights" in state:
             weights = self.fill(weights.clone(), state["weights"])
@@ -299,6 +396,9 @@ class LocalExchange(ModelExchange):
             handle.remove()
         if self._ddp_hook is not None:
             self._ddp_hook.close()
+        if self._thread is not None:
+            self._thread.close()
+            self._channel.close_side_channel()
 
 
 class FlatWeights:

@@ -68,6 +68,12 @@ class LocalSteps:
     """Momentum of the outer step; DiLoCo has 0.9 with an `outer_lr` of 0.7."""
     nesterov: bool = True
     """Whether that momentum is Nesterov's, as in DiLoCo, or heavy ball."""
+    overlap: bool = False
+    """Whether the exchange runs in a thread beside the next steps. Residuals and shared weights
+    are then kept in CPU memory, and sent through a gloo group."""
+    delay: int | None = None
+    """With `overlap`: after how many steps the result is applied; None is half of `every`. It is a
+    fixed number, so that a resumed run has the same bits."""
     buffers: Literal["mean", "own"] = "mean"
     """What happens to floating-point buffers, such as statistics of BatchNorm, at an exchange:
     averaged whole, or left as they are on each rank."""
@@ -100,6 +106,20 @@ class LocalSteps:
         check_in("[0, 1)", outer_momentum=self.outer_momentum)
         check_choice("buffers", self.buffers, "mean", "own")
         check_choice("nesterov", self.nesterov, True, False)
+        check_choice("overlap", self.overlap, True, False)
+        if self.early and self.overlap:
+            raise ValueError(
+                "early and overlap do not go together: early phases are too short to hide an "
+                "exchange behind the next one"
+            )
+        if self.delay is not None and not self.overlap:
+            raise ValueError(f"delay goes with overlap=True, got {self.delay} without")
+        if self.delay is not None and not (
+            type(self.delay) is int and 1 <= self.delay <= self.every
+        ):
+            raise ValueError(
+                f"delay must be an integer in [1, every = {self.every}], got {self.delay!r}"
+            )
 
     def is_due(self, taken: int, steps: int) -> bool:
         """Say whether it is time to exchange.
@@ -152,6 +172,13 @@ class LocalSteps:
     def sent(self) -> Sparsify:
         """How a difference is sent."""
         return Sparsify(method=self.method, values=self.values, dense_below=self.dense_below)
+
+    @property
+    def steps_until_applied(self) -> int:
+        """Steps between the start of an exchange and the use of its result."""
+        if not self.overlap:
+            return 0
+        return max(1, self.every // 2) if self.delay is None else self.delay
 
 
 class OuterOptimizer:

@@ -171,7 +171,7 @@ ARMS = [
         "density": 0.1,
         "local_steps": 4,
         "lr_schedule": "cosine",
-        "method": {"outer_momentum": 0.5},
+        "method": {"overlap": True, "delay": 3, "outer_momentum": 0.5},
     },
     {"sparsify": "topk", "density": 0.1, "local_steps": 4},
 ]

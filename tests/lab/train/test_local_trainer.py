@@ -24,7 +24,7 @@ ARMS = [
         lr_warmup=0.2,
         lr_schedule="cosine",
         local_steps=4,
-        method={"outer_momentum": 0.5, "outer_lr": 0.7},
+        method={"overlap": True, "delay": 2, "outer_momentum": 0.5, "outer_lr": 0.7},
         **EXDYNA,
     ),
     # Statistics of BatchNorm and dropout masks are each worker's own.
@@ -52,10 +52,11 @@ def test_ranks_and_one_process_have_the_same_bits(ranks, at):
         assert evaluation.metric == pytest.approx(there[2].metric, rel=1e-5)
         assert evaluation.loss == pytest.approx(there[2].loss, rel=1e-5)
         torch.testing.assert_close(weights, there[3], **near)
-        for name in ("steps", "bytes", "density", "padding", "load", "skipped_steps"):
-            assert getattr(own, name) == getattr(there[1], name), name
-        norm = pytest.approx(there[1].residual_norm, rel=near["rtol"], abs=0)
-        assert there[1].residual_norm and own.residual_norm == norm
+        if not (config.method or {}).get("overlap"):
+            for name in ("steps", "bytes", "density", "padding", "load", "skipped_steps"):
+                assert getattr(own, name) == getattr(there[1], name), name
+            norm = pytest.approx(there[1].residual_norm, rel=near["rtol"], abs=0)
+            assert there[1].residual_norm and own.residual_norm == norm
     # After the last epoch what is left of a phase is exchanged, too.
     assert torch.equal(ranks[0][at][-1][3], ranks[1][at][-1][3])
     assert not torch.equal(ranks[0][at][0][3], ranks[1][at][0][3])

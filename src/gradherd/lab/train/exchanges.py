@@ -166,6 +166,8 @@ class LocalModels(VirtualExchange):
         self._workers.measure_norms = False
         self._outer = OuterOptimizer(settings, self._weights[0].read())
         self.series = BinnedSeries()
+        # (R, D) weights when the exchange began; its mean difference and buffers, not applied yet.
+        self._pending: tuple[Tensor, Tensor | None, Tensor | None] | None = None
         self._taken = self._steps = self._called_off = 0
 
     def step(self, grads: Tensor, lr: float, counters: EpochCounters) -> None:
@@ -178,29 +180,43 @@ class LocalModels(VirtualExchange):
             clip_and_step(optimizer, own, self._clip)
         self._taken += 1
         self._steps += 1
+        if self._pending is not None and self._taken >= self._settings.steps_until_applied:
+            self._apply()
         if self._settings.is_due(self._taken, self._steps) and not self.diverged:
-            self._exchange(counters, forced=False)
+            self._begin(counters, forced=False)
+            if not self._settings.overlap:
+                self._apply()
 
     def end_epoch(self, counters: EpochCounters, *, last: bool) -> None:
         """Exchange what the last steps of a run have changed, which belongs to its result."""
+        if last and self._pending is not None:
+            self._apply()
         if last and (self._taken or self._called_off) and not self.diverged:
-            self._exchange(counters, forced=True)
+            self._begin(counters, forced=True)
+            self._apply()
         counters.exchange_seconds = self._timer.reset()
         residual = self._workers.workers[0].feedback.residual
         counters.residual_norm = float(torch.linalg.vector_norm(residual))
 
-    def _exchange(self, counters: EpochCounters, *, forced: bool) -> None:
+    def _begin(self, counters: EpochCounters, *, forced: bool) -> None:
         with self._timer.measure():
             own = torch.stack([weights.read() for weights in self._weights])
-            mean, buffers = self._averages(own, counters, forced=forced)
+            self._pending = (own, *self._averages(own, counters, forced=forced))
             self._taken = 0
+
+    def _apply(self) -> None:
+        assert self._pending is not None
+        (snapshots, mean, buffers), self._pending = self._pending, None
+        with self._timer.measure():
             if mean is None:
                 self._go_on_alone()
                 return
             self._called_off = 0
             self._outer.step(mean)
-            new = self._weights[0].rounded(self._outer.shared)
-            for weights in self._weights:
+            for weights, snapshot in zip(self._weights, snapshots, strict=True):
+                new = weights.rounded(self._outer.shared)
+                if self._settings.overlap:
+                    new = new + (weights.read() - snapshot)
                 weights.write(new)
                 if buffers is not None:
                     weights.write_buffers(buffers)
