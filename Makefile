@@ -86,7 +86,6 @@ bench: $(STAMP) ## Measure what ordering costs, next to the alternatives
 	@$(BIN)/gradherd bench coordination --workers 2,4 --dim 1e6
 	@$(BIN)/gradherd bench step
 	@$(BIN)/gradherd bench rows
-	@$(BIN)/gradherd bench signs
 
 evidence: $(STAMP) ## Run what is left of all studies (most need a GPU) and write the pages of evidence
 	@for study in studies/*.toml; do $(BIN)/gradherd study $$study --resume || exit 1; done

@@ -34,7 +34,7 @@ from gradherd.lab.train.virtual_trainer import VirtualTrainer
 
 CASES = ("plain loop", "turns", "one run", "nine runs", "nine runs, d-rr")
 LEAST_STEPS = 2
-"""Fewest steps of an epoch: on a GPU the first step of a shape warms up, the second is captured."""
+"""Fewest steps of an epoch: the first of a shape traces it."""
 _TURNS = 10  # `turns` is slow, so its epochs have a tenth of the steps
 _BALANCED, _SEEDS = ("cd-grab", "id-grab", "id-pair-grab"), 3  # makes nine runs
 
@@ -127,8 +127,7 @@ def make_case(
     if case == "turns":
         (config,) = runs_of(["cd-grab"], 1, "exact")
         few = split.first(max(LEAST_STEPS, steps // _TURNS) * examples)
-        # Not captured: this is the case that graphs and stacking are compared with.
-        return TrainerLoop(VirtualTrainer(config, task, few, capture=False), 1)
+        return TrainerLoop(VirtualTrainer(config, task, few), 1)
     configs = {
         "one run": lambda: runs_of(["cd-grab"], 1, "exact"),
         "nine runs": lambda: runs_of(_BALANCED, _SEEDS, "exact"),
@@ -150,7 +149,7 @@ def bench_virtual(workers: int, batch: int, steps: int, repeats: int, device: to
     loops: dict[str, PlainLoop | TrainerLoop] = {}
 
     def first_epoch(case: str) -> None:
-        # Includes building, and the capture of graphs.
+        # Includes building and tracing.
         loops[case] = make_case(case, workers, batch, steps, device)
         loops[case].epoch()
 
@@ -188,7 +187,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
-    if given.steps < LEAST_STEPS:  # They would time the capture of the CUDA graph, not its replay.
+    if given.steps < LEAST_STEPS:
         parser.error(f"--steps must be at least {LEAST_STEPS}, got {given.steps}")
     device = torch.device(given.device)
     for row in bench_virtual(given.workers, given.batch, given.steps, given.repeats, device):

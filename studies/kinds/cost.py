@@ -3,16 +3,18 @@
 A seed is one more repetition of the same measurement: seeds differ by the machine's noise alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from gradherd.advise.choices import Setting, predict
 from gradherd.advise.costs import NetworkLink, typical_overheads
-from gradherd.lab.bench.bench_balancing import bench_coordination, bench_signs
+from gradherd.lab.bench.bench_coordination import bench_coordination, published_loop
 from gradherd.lab.bench.bench_step import bench_step
+from gradherd.lab.bench.timing import ceiling_keys, measure_cases, median_seconds
 from gradherd.lab.ranks import run_ranks
 from gradherd.lab.study.file import Study
 from gradherd.lab.study.kinds import (
@@ -24,6 +26,8 @@ from gradherd.lab.study.kinds import (
 )
 from gradherd.lab.tasks.registry import import_file
 from gradherd.lab.text import check_known
+from gradherd.ordering.balance import Unsigned, balance, block_gram
+from gradherd.ordering.sign_rules import Greedy
 
 # By its path: a study file, and so this one, may be used from any folder.
 virtual = import_file(Path(__file__).parents[2] / "benchmarks" / "virtual_steps.py", "benchmark")
@@ -115,6 +119,32 @@ def _measure(settings: Mapping[str, Any], device: torch.device) -> list[dict[str
     else:
         call = (bench_step, workers, dim, settings["batch_size"], repeats)
     rows: list[dict[str, Any]] = run_ranks(*call, timeout=_TIMEOUT)[0]
+    return rows
+
+
+def bench_signs(count: int, dim: int, device: torch.device) -> list[dict[str, Any]]:
+    """Measure the signs of a step; each of `count` workers contributes one pair difference.
+
+    `sequential` is the loop of the published CD-GraB code (one inner product, one host sync and one
+    update per vector), `block-gram` takes all signs from one Gram matrix, `balance` is the form
+    that gradherd chooses for this device and size. The ceiling is one read of all vectors.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    vectors = torch.randn(1, count, dim, generator=generator, device=device)
+    # The time of a sign does not depend on values, so the sum may start at zero.
+    running = torch.zeros_like(vectors[:, 0])
+    given = Unsigned(vectors, running, Greedy(), np.zeros((1, count)), np.empty((0, 1)))
+    cases: dict[str, Callable[[], object]] = {
+        "sequential": lambda: published_loop(vectors[0], running[0]),
+        "block-gram": lambda: block_gram(given, count),
+        "balance": lambda: balance(given),
+    }
+    rows = measure_cases(cases, device, workers=count, dim=dim)
+    # No method can sign vectors without reading them once.
+    ceiling = median_seconds(vectors.sum, device)
+    for row in rows:
+        row["signs_per_second"] = count / row["seconds"]
+        row |= ceiling_keys(ceiling, row["seconds"])
     return rows
 
 

@@ -233,15 +233,15 @@ replay order cube.npy --rounds -1 | --rounds must be at least 0, got -1
 replay sparsify cube.npy --density 2 | --density must be in (0, 1], got 2.0
 replay sparsify cube.npy --method best | --method: unknown 'best'; choose from dense, exdyna
 replay sparsify cube.npy --method topk --threshold online | --threshold online has no effect
-bench signs --workers '' | --workers must name at least one number
+bench step --workers '' | --workers must name at least one number
 bench rows --batch 0 | --batch must be at least 1, got 0
 bench sparsify --density 0 | --density must be in (0, 1], got 0
 bench step --batch 0 | --batch must be at least 1, got 0
 bench step --params 0 | --params: '0' is not a positive whole number
 bench coordination --repeats 0 | --repeats must be at least 1, got 0
 bench dance | unknown command 'bench dance'
-bench signs --dim inf | --dim: 'inf' is not a positive whole number
-bench signs --device meta | --device must be cpu or cuda, got 'meta'
+bench coordination --dim inf | --dim: 'inf' is not a positive whole number
+bench rows --device meta | --device must be cpu or cuda, got 'meta'
 bench rows --params 1e4,1e5 | --params: '1e4,1e5' is not a positive whole number
 advise --params 1M --backward | --backward: expected one argument
 advise --params 1M --backward 1 --bandwidth 0 | '0' must be above 0

@@ -100,18 +100,6 @@ def test_herding_table_names_every_order(capsys):
     assert all(name in out for name in POLICIES)
 
 
-def test_bench_signs_json(capsys):
-    code, out, _ = run(capsys, "bench", "signs", "--workers", "2", "--dim", "1e2,300", "--json")
-    result = json.loads(out)
-    assert code == 0 and result["bench"] == "signs" and result["device"] == "cpu"
-    assert [(row["case"], row["dim"]) for row in result["rows"]] == [
-        (case, dim) for dim in (100, 300) for case in ("sequential", "block-gram", "balance")
-    ]
-    keys = {"case", "workers", "dim", "seconds", "bytes", "peak_bytes", "ratio"}
-    assert all(keys <= set(row) for row in result["rows"])
-    assert result["rows"][0]["ratio"] == 1
-
-
 @pytest.mark.parametrize("width", [50, 80, 160])
 def test_the_overview_fits_the_terminal(capsys, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))

@@ -150,6 +150,14 @@ def test_cost_of_virtual_runs_needs_no_dim(tmp_path, monkeypatch):
         kind_of(one).settings(one, {"case": "signs", "workers": 2, "dim": 9, "steps": 2})
 
 
+def test_signs_are_measured_in_three_forms(tmp_path):
+    one = study(COST, [{"case": "signs", "workers": 2, "dim": 100}])
+    (found,) = results_of(one, tmp_path).values()
+    summary = found.figures["summary"]
+    assert summary["sequential.ratio"] == 1
+    assert all(summary[f"{case}.seconds"] > 0 for case in ("sequential", "block-gram", "balance"))
+
+
 def test_steps_of_many_workers_are_predicted(tmp_path):
     arm = {"case": "advise", "workers": 64, "dim": 25_000_000, "bandwidth": 1e10, "backward": 0.06}
     one = study(COST, [arm], {"repeats": 1})

@@ -75,37 +75,6 @@ def _on_local_ranks(
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchSignsCommand(_BenchCommand):
-    """Time how long computing the signs of one step takes.
-
-    sequential is the loop of the published CD-GraB code, block-gram takes all signs of a step from
-    one Gram matrix, and balance is the form that gradherd chooses for this device and size.
-
-    Example: gradherd bench signs --workers 4,64 --dim 1e4,1e6 --json
-    """
-
-    workers: Counts = (4, 16, 64)
-    """Numbers of workers, separated by commas; each worker contributes one vector per step."""
-    dim: Counts = (10_000, 1_000_000)
-    """Gradient sizes, separated by commas."""
-    device: str = "cpu"
-    """cpu, cuda, cuda:1, ..."""
-
-    def run(self) -> None:
-        """Measure."""
-        device = usable_device(self.device)
-        from gradherd.cli.progress import counted_loop
-        from gradherd.lab.bench.bench_balancing import bench_signs
-
-        rows: Rows = []
-        with counted_loop(len(self.workers) * len(self.dim), "sizes") as advance:
-            for dim, count in product(self.dim, self.workers):
-                rows += bench_signs(count, dim, device)
-                advance()
-        self._print("signs", device, rows)
-
-
-@dataclass(frozen=True, kw_only=True)
 class BenchCoordinationCommand(_BenchCommand):
     """Time the gradient exchange of a step over local processes, with and without balancing.
 
@@ -125,7 +94,7 @@ class BenchCoordinationCommand(_BenchCommand):
 
     def run(self) -> None:
         """Measure."""
-        from gradherd.lab.bench.bench_balancing import bench_coordination
+        from gradherd.lab.bench.bench_coordination import bench_coordination
 
         rows = _on_local_ranks(bench_coordination, self.workers, self.dim, self.repeats)
         self._print("coordination", "cpu", rows)

@@ -24,7 +24,6 @@ COMMANDS = {
     "herding": "compare orders on random vectors, without training",
     "replay order": "reorder recorded gradients with any policy",
     "replay sparsify": "sparsify recorded gradients: what is sent, what stays?",
-    "bench signs": "time the signs of a step: Gram block or loop",
     "bench coordination": "time balancing across workers against all-reduce",
     "bench rows": "time per-example gradients against vmap and a loop",
     "bench sparsify": "time selection and exchange against topk and all-reduce",
@@ -36,7 +35,7 @@ COMMANDS = {
     "data check": "verify sizes and checksums of the data sets here",
     "doctor": "check that this machine has what gradherd needs",
 }
-"""Command -> one line of help; `bench signs` is the class BenchSignsCommand of `cli.bench`."""
+"""Command -> one line of help; `bench rows` is the class BenchRowsCommand of `cli.bench`."""
 # Everything else under torchrun would do the same work once per rank and print it as often.
 _ON_ALL_RANKS = ("train", "compare", "advise")
 """Commands that run on every rank under torchrun."""
@@ -107,7 +106,7 @@ def _run(words: list[str]) -> None:
 
         print(f"gradherd {__version__}")
         return
-    # Two words first: "bench" alone is a group, "bench signs" a command.
+    # Two words first: "bench" alone is a group, "bench rows" a command.
     name = next((n for n in (" ".join(words[:2]), words[0]) if n in COMMANDS), None)
     if name is None:
         group = [known for known in COMMANDS if known.split()[0] == words[0]]

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from gradherd.cli.main import main
 from gradherd.comm.world import World
-from gradherd.lab.bench.bench_balancing import CASES, published_loop
+from gradherd.lab.bench.bench_coordination import CASES, published_loop
 from gradherd.lab.bench.bench_rows import RowsBench, mlp
 from gradherd.rows.capture import Capture
 

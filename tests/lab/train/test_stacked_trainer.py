@@ -261,8 +261,7 @@ def test_a_run_that_diverges_beside_others_ends_as_it_does_alone():
 
 @only_gpu
 @pytest.mark.parametrize("name", ["digits", "cifar10-lenet"])
-def test_replayed_steps_of_stacks_are_those_of_a_cpu(name):
-    """On a GPU steps are replayed as graphs, convolutions in streams of their own."""
+def test_steps_of_stacks_on_a_gpu_are_those_of_a_cpu(name):
     task, limit = find_task(name), 160
     generator = torch.Generator().manual_seed(0)
     shape = (64,) if name == "digits" else (3, 32, 32)

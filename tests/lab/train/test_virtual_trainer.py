@@ -11,9 +11,9 @@ from torch import nn
 from gradherd.lab.ranks import run_ranks
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.stacked_trainer import why_not_mean_loss
-from gradherd.lab.train.trainer import EpochCounters, EpochExamples, passes
+from gradherd.lab.train.trainer import EpochExamples, passes
 from gradherd.lab.train.tuning import hold_out
-from gradherd.lab.train.virtual_trainer import GradientsOnStreams, VirtualTrainer
+from gradherd.lab.train.virtual_trainer import VirtualTrainer
 from tests.lab.tasks.fake_data import EVERY_TASK, OF_STUDIES
 from tests.lab.train.work import HERE, config_of, in_one_process, on_ranks
 
@@ -211,26 +211,6 @@ def test_examples_are_transformed_before_every_epoch():
     assert not torch.equal(other.tensors[0], seen[0])
     with pytest.raises(ValueError, match="task 'digits' has no augmentation"):
         EpochExamples(config_of("digits", augment=True), find_task("digits"), original)
-
-
-@pytest.mark.parametrize("name", ["Augmented", "Carrying"])
-def test_workers_side_by_side_have_the_gradients_and_buffers_of_turns(name):
-    config = config_of(f"{HERE}:{name}", virtual=True)
-    task = find_task(config.task)
-    trainer = VirtualTrainer(config, task, task.load())
-    model = trainer.model.train()
-    batch, kept = torch.arange(12).view(3, 4), [*model.buffers(), *trainer._loss.tensors]
-    trainer._worker_gradients(batch, EpochCounters())  # so that there is something to start from
-    before = [tensor.clone() for tensor in kept]
-    expected, _ = trainer._worker_gradients(batch, EpochCounters())
-    after = [tensor.clone() for tensor in kept]
-    assert not any(map(torch.equal, before, after))
-    for tensor, value in zip(kept, before, strict=True):
-        tensor.copy_(value)
-    beside = GradientsOnStreams(config, trainer._loss, trainer.exchange, task.load().train)
-    (found,) = beside(batch)
-    torch.testing.assert_close(found, expected)
-    assert all(torch.allclose(a, b) for a, b in zip(kept, after, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore")  # of processors without bf16

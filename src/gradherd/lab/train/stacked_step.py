@@ -2,8 +2,8 @@
 
 Runs that differ in seed, order or learning rate take the same steps on different values. Their
 parameters are stacked, gradients of groups of examples come from torch.func, and the graph of a
-step is built once: a small model spends its time in Python calls, not in arithmetic. On the CPU a
-traced graph runs in C++; on a GPU a captured graph runs without the host.
+step is built once: a small model spends its time in Python calls, not in arithmetic. On the CPU
+the graph runs in C++.
 
 Letters: S runs, G groups of a step (of all workers), B examples of a group, D parameters,
 C channels.
@@ -12,7 +12,6 @@ C channels.
 import copy
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradherd.flat import FlatSpec
 from gradherd.lab.tasks.task import Task, Tensors
-from gradherd.lab.train.cuda_graphs import GraphedFunction, SideBySide
 from gradherd.lab.train.optimizers import FunctionalOptimizer
 
 Step = Callable[..., tuple[Tensor, ...]]
@@ -55,8 +53,7 @@ class StackedStep:
         def step(
             lr: Tensor, indices: Tensor, parameters: Tensor, *state: Tensor
         ) -> tuple[Tensor, ...]:
-            # Indexed inside the graph: only indices are copied to the static input. Three times as
-            # fast as tensor[indices] on a CPU.
+            # Three times as fast as tensor[indices] on a CPU.
             flat = indices.flatten()
             found = (
                 one.index_select(0, flat).view(*indices.shape, *one.shape[1:]) for one in tensors
@@ -67,7 +64,7 @@ class StackedStep:
             updated, after = optimizer.update(parameters, state, lr, mean)
             return (rows_of(grads), mean, updated, *after)
 
-        self._step, self._graphed = step, GraphedFunction(step)
+        self._step = step
         self._traced: dict[torch.Size, Step] = {}
 
     def __call__(self, lr: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,17 +75,14 @@ class StackedStep:
             indices: (S, G, B) examples of each run.
 
         Returns:
-            The rows, and (S, D) mean gradients; on a GPU the next call overwrites both.
+            The rows, and (S, D) mean gradients.
         """
         tensors = (lr, indices, *self._state)
-        if lr.is_cuda:
-            rows, mean, *state = self._graphed(*tensors)
-        else:
-            # A trace fixes shapes; the last batch of an epoch may be shorter.
-            if indices.shape not in self._traced:
-                self._traced[indices.shape] = _trace(self._step, tensors)
-            rows, mean, *state = self._traced[indices.shape](*tensors)
-        # Copied back, so that parameters stay at the addresses that the graph reads.
+        # A trace fixes shapes; the last batch of an epoch may be shorter.
+        if indices.shape not in self._traced:
+            self._traced[indices.shape] = _trace(self._step, tensors)
+        rows, mean, *state = self._traced[indices.shape](*tensors)
+        # In place: the caller's parameters are those that step.
         for tensor, value in zip(self._state, state, strict=True):
             tensor.copy_(value)
         return rows, mean
@@ -108,7 +102,7 @@ def _make_gradients(task: Task, model: nn.Module, tensors: Tensors) -> Gradients
     # vmap over models turns a convolution into one with a group per model, which is slow.
     of_runs = vmap(of_groups)
     if prefers_loop(model):
-        of_runs = _loop_over_runs(of_groups, on_gpu=tensors[0].is_cuda)
+        of_runs = _loop_over_runs(of_groups)
 
     def gradients(parameters: Tensor, examples: Tensors) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):  # vmap has no rule for the fused kernels.
@@ -118,23 +112,11 @@ def _make_gradients(task: Task, model: nn.Module, tensors: Tensors) -> Gradients
     return gradients
 
 
-def _loop_over_runs(function: Callable[..., Tensor], *, on_gpu: bool) -> Callable[..., Tensor]:
-    """Return a function like `vmap(function)` that loops, on a GPU beside each other."""
-    side_by_side = SideBySide(on_gpu=on_gpu)
+def _loop_over_runs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function like `vmap(function)` that loops."""
 
     def looped(*tensors: Tensor) -> Tensor:
-        results: dict[int, Tensor] = {}
-
-        def one(at: int, *run: Tensor) -> None:
-            results[at] = function(*run)
-
-        runs = zip(*tensors, strict=True)
-        side_by_side([partial(one, at, *run) for at, run in enumerate(runs)])
-        if on_gpu:
-            # Else the allocator could reuse their memory while the current stream reads it.
-            for result in results.values():
-                result.record_stream(torch.cuda.current_stream())
-        return torch.stack([results[at] for at in range(len(results))])
+        return torch.stack([function(*run) for run in zip(*tensors, strict=True)])
 
     return looped
 
@@ -163,8 +145,10 @@ def _trace(step: Step, tensors: Sequence[Tensor]) -> Step:
         copies = tuple(tensor.clone() for tensor in tensors)
         graph = make_fx(step)(*copies)
         # make_fx turns grad and vmap into plain operators, which torch.jit can then run without
-        # Python.
-        traced: Step = torch.jit.trace(graph, copies, check_trace=False)
+        # Python. Not on a GPU, where it would compile kernels of its own.
+        traced: Step = graph
+        if not copies[0].is_cuda:
+            traced = torch.jit.trace(graph, copies, check_trace=False)
         # Tracing bakes in whatever Python decided once; compare before relying on it.
         pairs = list(zip(traced(*copies), step(*copies), strict=True))
     if all(torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True) for a, b in pairs):

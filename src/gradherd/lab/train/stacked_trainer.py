@@ -9,11 +9,10 @@ Letters: S runs, s of them whose orders need rows, R workers, B examples of a wo
 units of them, G groups, T steps, D parameters, k elements of a row.
 """
 
-import contextlib
 import copy
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -244,8 +243,8 @@ class StackedTrainer(Trainer):
         sketch = make_sketch(rows, task, self.model, self._split.train)
         self._columns = size if sketch is None else sketch(self._parameters[:1]).shape[1]
         self._rows = torch.empty(0)  # (s, T, G, k) of the steps that were not observed yet
-        # Closes over these two, not `self`: a step that refers back to its trainer would keep GPU
-        # memory allocated until the garbage collector runs.
+        # Closes over these two, not `self`: a step that refers back to its trainer would keep its
+        # memory until the garbage collector runs.
         self._step = StackedStep(
             task,
             self.model,
@@ -268,12 +267,9 @@ class StackedTrainer(Trainer):
         steps = -(-self.sharding.length * first.unit // first.batch_size)
         self._tracks_prefix_sums = can_track_prefix_sums(steps, size)
 
+    @torch.inference_mode()
     def train_epoch(self, number: int, on_step: StepCallback) -> list[EpochCounters]:
         """Train one epoch of all runs."""
-        with _no_autograd(self._parameters.device):
-            return self._train_epoch(number, on_step)
-
-    def _train_epoch(self, number: int, on_step: StepCallback) -> list[EpochCounters]:
         config, runs = self._configs[0], len(self._configs)
         counters = [EpochCounters() for _ in self._configs]
         begin = time.perf_counter()
@@ -289,7 +285,7 @@ class StackedTrainer(Trainer):
         }
         lrs = torch.stack([rates[one.lr] for one in self._configs], dim=1).unsqueeze(2)
         lrs = lrs.to(self._parameters.device)
-        # (T, S, D): the next replay of a graph overwrites its means, so they are copied anyway.
+        # (T, S, D)
         means = self._parameters.new_empty(
             (count if self._tracks_prefix_sums else 0, *self._parameters.shape)
         )
@@ -409,10 +405,3 @@ def batch_order_bytes(config: RunConfig, examples: int) -> int:
     for _ in range(ordering.length):
         coordination.exchange(rows)
     return coordination.bytes
-
-
-@contextlib.contextmanager
-def _no_autograd(device: torch.device) -> Iterator[None]:
-    """Disable autograd; inference mode is faster, but CUDA graphs cannot be captured in it."""
-    with torch.inference_mode(device.type == "cpu"), torch.no_grad():
-        yield

@@ -139,14 +139,14 @@ class Trainer(ABC):
         """Evaluate the current model of each run."""
 
     def close(self) -> None:
-        """Release hooks and graphs, if there are any."""
+        """Release hooks, if there are any."""
 
 
 class EpochExamples:
     """The training examples of the current epoch: the task's, or transformed at random.
 
     Every example is visited once in an epoch, so all of them are transformed before it. They stay
-    at one address: captured graphs and loaders read them there.
+    at one address: traced steps and loaders read them there.
 
     Raises:
         ValueError: The task has no augmentation.
@@ -175,7 +175,7 @@ class TrainingLoss:
     """The task's loss on batches of workers, and the state that some tasks carry between batches.
 
     Each worker carries its own, from zero at the start of an epoch, through its batches in the
-    order in which it visits them. States stay at one address, where captured graphs find them.
+    order in which it visits them.
 
     There are so many training examples, and so many workers in this process.
 
@@ -192,7 +192,7 @@ class TrainingLoss:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The states of all workers, which calls write in place; empty if none is carried."""
+        """The states of all workers; empty if none is carried."""
         return [tensor for state in self._states for tensor in state]
 
     def begin_epoch(self) -> None:

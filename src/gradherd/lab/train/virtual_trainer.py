@@ -15,21 +15,17 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradherd.comm.script import SharedRunner
 from gradherd.hooks.row_sources import RowSource, make_row_source
-from gradherd.lab.tasks.task import Split, Task, Tensors
+from gradherd.lab.tasks.task import Split, Task
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.cuda_graphs import GraphedFunction, SideBySide, has_dropout
 from gradherd.lab.train.exchanges import LocalModels, SharedModel, VirtualExchange
 from gradherd.lab.train.measurements import DeviceTimer, can_track_prefix_sums, herding_bound
 from gradherd.lab.train.optimizers import flat_grad, get_rng_states, set_rng_states, worker_seed
-from gradherd.lab.train.stacked_step import FunctionalModel
 from gradherd.lab.train.trainer import (
     EpochCounters,
     Evaluation,
@@ -185,78 +181,11 @@ class WorkerTurns:
             buffer.copy_(value)
 
 
-class GradientsOnStreams:
-    """The gradients of all workers of a step, worker beside worker; captured as one CUDA graph.
-
-    The passes of one worker are kernels too small for a GPU; those of several fill it.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        loss: TrainingLoss,
-        exchange: VirtualExchange,
-        tensors: Tensors,
-    ) -> None:
-        self._config, self._loss, self._tensors = config, loss, tensors
-        self._models, self._parameters = list(exchange.models), list(exchange.parameters)
-        self._on_streams = SideBySide(on_gpu=tensors[0].is_cuda)
-
-    def __call__(self, batch: Tensor) -> tuple[Tensor]:
-        """Return the (R, D) gradients on (R, B) examples."""
-        size = sum(parameter.numel() for parameter in self._parameters[0])
-        # All of this is allocated before the streams begin and freed after they have ended.
-        grads = self._parameters[0][0].new_empty(len(batch), size)
-        parameters, models = self._parameters, self._models
-        if len(models) == 1:
-            parameters = parameters * len(batch)
-            # As DDP does: all workers start from rank 0's buffers, and only its update remains.
-            models = [models[0], *self._with_buffers(len(batch) - 1)]
-        workers = zip(range(len(batch)), models, parameters, batch, grads, strict=True)
-        self._on_streams([partial(self._write, *worker) for worker in workers])
-        return (grads,)
-
-    def _with_buffers(self, count: int) -> list[Any]:
-        """Return the shared model so many times, each with buffers of its own."""
-        (model,) = self._models
-        named = dict(model.named_buffers())
-        if not named:
-            return [model] * count
-        copies = [{name: torch.empty_like(b) for name, b in named.items()} for _ in range(count)]
-        # A few launches for all copies: no worker begins before they are made.
-        for dtype in {buffer.dtype for buffer in named.values()}:
-            names = [name for name, buffer in named.items() if buffer.dtype == dtype]
-            targets = [copy[name] for copy in copies for name in names]
-            if targets:
-                torch._foreach_copy_(targets, [named[name] for name in names] * count)
-        return [FunctionalModel(model, buffers) for buffers in copies]
-
-    def _write(
-        self, at: int, model: nn.Module, parameters: list[nn.Parameter], own: Tensor, out: Tensor
-    ) -> None:
-        """Write the gradient of worker `at` on its (B,) examples to `out`, (D,)."""
-        with passes(self._config):
-            loss = self._loss(model, *(tensor[own] for tensor in self._tensors), worker=at)
-        # Not `backward`: the parameters' gradients would be one place for all workers.
-        found = torch.autograd.grad(loss, parameters, allow_unused=True)
-        parts = zip(found, parameters, strict=True)
-        flat = [(torch.zeros_like(p) if g is None else g).flatten() for g, p in parts]
-        torch.cat(flat, out=out)
-
-
 class VirtualTrainer(Trainer):
-    """Trains the R workers of one run, one after the other, on one model or on one each.
+    """Trains the R workers of one run, one after the other, on one model or on one each."""
 
-    On a GPU the forward and backward passes of all workers in a step are replayed as one CUDA
-    graph, worker beside worker, unless they draw random numbers or rows are read by hooks.
-    """
-
-    def __init__(
-        self, config: RunConfig, task: Task, split: Split, *, capture: bool = True
-    ) -> None:
-        """Build the model; `capture` allows CUDA graphs, which only change the speed."""
+    def __init__(self, config: RunConfig, task: Task, split: Split) -> None:
         super().__init__(config, task, split)
-        device = self._device
         self._loss = TrainingLoss(config, task, len(split.train[0]), config.workers)
         make_exchange = SharedModel if config.local_steps is None else LocalModels
         self.exchange: VirtualExchange = make_exchange(config, self.model)
@@ -283,13 +212,7 @@ class VirtualTrainer(Trainer):
                 ]
         self._coordination = VirtualCoordination(self.ordering, config.workers, rows, size)
         self._turns = WorkerTurns(exchange.models, config)
-        self._graphed: GraphedFunction | None = None
-        # Hooks that read rows call Python, and dropout draws random numbers: no replay of these.
-        if capture and device.type == "cuda" and not self._rows and not has_dropout(self.model):
-            together = GradientsOnStreams(config, self._loss, exchange, self._examples.tensors)
-            buffers = [buffer for model in exchange.models for buffer in model.buffers()]
-            self._graphed = GraphedFunction(together, restore=[*buffers, *self._loss.tensors])
-        self._ordering_timer = DeviceTimer(device)
+        self._ordering_timer = DeviceTimer(self._device)
         steps = -(-self.sharding.length * config.unit // config.batch_size)
         dense = config.density is None and config.local_steps is None
         self._tracks_prefix_sums = dense and can_track_prefix_sums(steps, size)
@@ -343,19 +266,7 @@ class VirtualTrainer(Trainer):
         return [counters]
 
     def _gradients(self, batch: Tensor, counters: EpochCounters) -> tuple[Tensor, list[Tensor]]:
-        """Return the (R, D) gradients of all workers on (R, B) examples, and their (U, k) rows.
-
-        The next step may overwrite the gradients.
-        """
-        together = None if self._graphed is None else self._graphed.attempt(batch)
-        if together is not None:
-            return together[0], []
-        # Also the step whose loss turned out to draw: each worker has its own generators.
-        return self._worker_gradients(batch, counters)
-
-    def _worker_gradients(
-        self, batch: Tensor, counters: EpochCounters
-    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the (R, D) gradients of all workers on (R, B) examples, and their (U, k) rows."""
         grads, rows = [], []
         for worker, own in enumerate(batch):
             fetch = time.perf_counter()
@@ -383,7 +294,6 @@ class VirtualTrainer(Trainer):
             return [evaluate(self._config, self._task, self.model, self._split)]
 
     def close(self) -> None:
-        """Detach from the models and free the graphs."""
-        self._graphed = None  # Its graphs hold GPU memory.
+        """Detach from the models."""
         for rows in self._rows:
             rows.remove_hooks()

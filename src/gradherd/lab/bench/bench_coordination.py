@@ -1,22 +1,16 @@
-"""Time what balancing costs: the signs of a step, and its gradient exchange.
+"""Time the gradient exchange of a step, with and without balancing.
 
-Signs: `sequential` is the loop of the published CD-GraB code (one inner product, one host sync and
-one update per vector), `block-gram` takes all signs from one Gram matrix, `balance` is the form
-that gradherd chooses for this device and size. The ceiling is one read of all vectors (their sum).
-
-Exchange, each case one step of every rank: `all-reduce` only averages. `all-gather` is the
-published CD-GraB: every rank gathers all gradients, averages them and computes all signs itself.
-`sharded` is gradherd: every rank gets one shard of all gradients, averages it and computes its part
-of the inner products (see `comm.sliced_mean`).
+Each case is one step of every rank: `all-reduce` only averages. `all-gather` is the published
+CD-GraB: every rank gathers all gradients, averages them and computes all signs itself. `sharded` is
+gradherd: every rank gets one shard of all gradients, averages it and computes its part of the inner
+products (see `comm.sliced_mean`).
 
 Letters: P vectors, D dimension.
 """
 
 import time
-from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,20 +19,10 @@ from gradherd.comm.collectives import all_gather, all_reduce
 from gradherd.comm.script import run
 from gradherd.comm.sliced_mean import SlicedMean
 from gradherd.comm.world import World
-from gradherd.lab.bench.timing import (
-    Rows,
-    ceiling_keys,
-    make_rows,
-    measure_cases,
-    median_seconds,
-    medians_in_turns,
-    peak_memory,
-)
-from gradherd.ordering.balance import Unsigned, balance, block_gram
+from gradherd.lab.bench.timing import Rows, make_rows, medians_in_turns, peak_memory
 from gradherd.ordering.coordination import observe_slices
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.pair_grab import CDGraB
-from gradherd.ordering.sign_rules import Greedy
 
 _PAIR = 2  # steps timed together: signs are computed at every second one
 _WARMUP_DIM = 1000
@@ -61,27 +45,6 @@ def published_loop(vectors: Tensor, running: Tensor) -> list[bool]:
         running = running + vector if plus else running - vector
         signs.append(plus)
     return signs
-
-
-def bench_signs(count: int, dim: int, device: torch.device) -> Rows:
-    """Measure every case of signs; each of `count` workers contributes one pair difference."""
-    generator = torch.Generator(device).manual_seed(0)
-    vectors = torch.randn(1, count, dim, generator=generator, device=device)
-    # The time of a sign does not depend on values, so the sum may start at zero.
-    running = torch.zeros_like(vectors[:, 0])
-    given = Unsigned(vectors, running, Greedy(), np.zeros((1, count)), np.empty((0, 1)))
-    cases: dict[str, Callable[[], object]] = {
-        "sequential": lambda: published_loop(vectors[0], running[0]),
-        "block-gram": lambda: block_gram(given, count),
-        "balance": lambda: balance(given),
-    }
-    rows = measure_cases(cases, device, workers=count, dim=dim)
-    # No method can sign vectors without reading them once.
-    ceiling = median_seconds(vectors.sum, device)
-    for row in rows:
-        row["signs_per_second"] = count / row["seconds"]
-        row |= ceiling_keys(ceiling, row["seconds"])
-    return rows
 
 
 class AllReduceCase:
