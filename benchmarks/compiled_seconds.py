@@ -23,14 +23,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
 from gradherd.lab.tasks.data_files import find_dataset
-from gradherd.lab.tasks.images import (
-    Cifar10LeNet,
-    _to_tensors,
-    crop_and_flip,
-    read_batches,
-    resnet18,
-)
+from gradherd.lab.tasks.images import Cifar10LeNet, _to_tensors, crop_and_flip, read_batches
+from gradherd.lab.tasks.registry import import_file
 
+_TASKS = Path(__file__).parents[1] / "studies" / "tasks"
+resnet18 = import_file(_TASKS / "resnet18.py", "benchmark").resnet18
 BATCH = 128
 normalize = Cifar10LeNet().prepare
 

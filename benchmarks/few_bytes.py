@@ -373,7 +373,7 @@ def read_tokens(path: Path | None, length: int, device: torch.device) -> tuple[T
         cut = (part[: len(part) // length * length].reshape(-1, length) for part in parts)
         return tuple(torch.from_numpy(blocks).to(device) for blocks in cut)
     if path is None:
-        from gradherd.lab.tasks.language import WikiText2GPT2
+        from studies.tasks.gpt2 import WikiText2GPT2
 
         split = WikiText2GPT2().load()
         return split.train[0].to(device), split.test[0].to(device)

@@ -14,6 +14,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,9 +25,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
-from gradherd.lab.tasks.language import Transformer
+from gradherd.lab.tasks.registry import import_file
 
 Step = Callable[[], None]
+gpt2 = import_file(Path(__file__).parents[1] / "studies" / "tasks" / "gpt2.py", "benchmark")
 
 
 class LanguageModel(nn.Module):
@@ -34,7 +36,8 @@ class LanguageModel(nn.Module):
 
     def __init__(self, tokens: int, length: int, width: int, layers: int) -> None:
         super().__init__()
-        self.body = Transformer(tokens, length, width, max(1, width // 64), layers, causal=True)
+        heads = max(1, width // 64)
+        self.body = gpt2.Transformer(tokens, length, width, heads, layers, causal=True)
         self.head = nn.Linear(width, tokens, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,12 +35,15 @@ from gradherd.hooks.herd import Herd
 from gradherd.hooks.row_sources import ExampleRowSource
 from gradherd.lab.bench.bench_rows import mlp
 from gradherd.lab.bench.timing import peak_memory
-from gradherd.lab.tasks.images import lenet, resnet18
+from gradherd.lab.tasks.images import lenet
+from gradherd.lab.tasks.registry import import_file
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.capture import Capture
 from gradherd.rows.layer_choice import CHOSEN_AFTER
 from gradherd.rows.settings import ROW_SETTINGS
 
+_TASKS = Path(__file__).parents[1] / "studies" / "tasks"
+resnet18 = import_file(_TASKS / "resnet18.py", "benchmark").resnet18
 _WARMUP = CHOSEN_AFTER + 6  # steps: the first ones check rows, and then layers are chosen
 _BLOCK = 4  # steps in a turn
 _TURNS = 6  # blocks of each loop in a repeat

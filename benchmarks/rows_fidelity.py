@@ -12,22 +12,24 @@ on new blocks of WikiText-2 (GRADHERD_DATA) in every step, and measures on the n
 
 import argparse
 import statistics
+from pathlib import Path
 
 import torch
 from model_steps import ModelTraining, correlation, exact_gram
 from torch import Tensor
 
-from gradherd.lab.tasks.language import WikiText2GPT2
+from gradherd.lab.tasks.registry import find_task
 from gradherd.rows.capture import Capture
 from gradherd.rows.settings import TwoSidedRows
 
+GPT2 = f"{Path(__file__).parents[1]}/studies/tasks/gpt2.py:WikiText2GPT2"
 BLOCKS = 3840
 """Blocks of 128 tokens that are read: enough for 120 batches of 8 x 512."""
 
 
 def wikitext(length: int) -> Tensor:
     """Return (n, length) tokens in a shuffled order."""
-    (blocks,) = WikiText2GPT2().load(limit=BLOCKS).train
+    (blocks,) = find_task(GPT2).load(limit=BLOCKS).train
     examples = blocks.flatten()[: blocks.numel() // length * length].view(-1, length)
     return examples[torch.randperm(len(examples), generator=torch.Generator().manual_seed(1))]
 

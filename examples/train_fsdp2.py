@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,9 +23,26 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
 from gradherd.lab.tasks.data_files import find_dataset
-from gradherd.lab.tasks.language import Transformer
 
-LENGTH, WIDTH, BATCH = 64, 64, 8
+LENGTH, WIDTH, HEADS, BATCH = 64, 64, 4, 8
+
+
+class Block(nn.Module):
+    """Causal self-attention and a feed-forward network, each with a residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, T, WIDTH) to (B, T, WIDTH)."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return out
 
 
 class GPT(nn.Module):
@@ -32,12 +50,16 @@ class GPT(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = Transformer(256, LENGTH, WIDTH, heads=4, layers=2, causal=True)
-        self.head = nn.Linear(WIDTH, 256, bias=False)
+        self.bytes, self.positions = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.layers = nn.Sequential(Block(), Block())
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
 
     def forward(self, text: Tensor) -> Tensor:
         """Map (B, T) bytes to (B, T, 256) logits of the next byte."""
-        out: Tensor = self.head(self.body(text))
+        positions = torch.arange(text.shape[1], device=text.device).expand_as(text)
+        out: Tensor = self.head(
+            self.norm(self.layers(self.bytes(text) + self.positions(positions)))
+        )
         return out
 
 
@@ -72,7 +94,7 @@ def main() -> None:
     shape = (args.replicas, dist.get_world_size() // args.replicas)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     model = GPT().to(device)
-    for layer in model.body.layers:
+    for layer in model.layers:
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(model, mesh=mesh["shard"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -10,14 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.data_files import find_dataset
-from gradherd.lab.tasks.language import GPT2, WikiText2GPT2, perplexity
+from gradherd.lab.tasks.metrics import perplexity
+from gradherd.lab.tasks.registry import import_file
 from gradherd.lab.tasks.task import Defaults, Split, check_limit
 
+# By its path: a study may be run from any folder.
+gpt2 = import_file(Path(__file__).with_name("gpt2.py"), "task")
 LENGTH = 32
 
 
 @dataclass(frozen=True)
-class WikiText2Characters(WikiText2GPT2):
+class WikiText2Characters(gpt2.WikiText2GPT2):
     """GPT-2 with 2 layers, 4 heads, width 96, context 32 over bytes: 251,520 parameters."""
 
     name: ClassVar = "wikitext2-characters"
@@ -50,7 +53,7 @@ class WikiText2Characters(WikiText2GPT2):
 
     def model(self) -> nn.Module:
         """Return the network."""
-        return GPT2(256, LENGTH, width=96, heads=4, layers=2)
+        return gpt2.GPT2(256, LENGTH, width=96, heads=4, layers=2)
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
         """Return the mean cross-entropy of the next character in bits."""

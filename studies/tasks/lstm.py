@@ -3,6 +3,7 @@
 Shapes: B sequences, T words of each, V words in the vocabulary.
 """
 
+import io
 from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
@@ -14,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.data_files import find_dataset
-from gradherd.lab.tasks.language import lines, perplexity
-from gradherd.lab.tasks.metrics import eval_mode
+from gradherd.lab.tasks.metrics import eval_mode, perplexity
 from gradherd.lab.tasks.task import (
     Defaults,
     Split,
@@ -112,7 +112,8 @@ class WikiText2LSTM(Task):
 
 
 def _words(text: str) -> list[str]:
-    return list(chain.from_iterable([*line.split(), END] for line in lines(text)))
+    lines = io.StringIO(text, newline="\n")  # only \n ends a line, unlike in `str.splitlines`
+    return list(chain.from_iterable([*line.split(), END] for line in lines))
 
 
 class CarriedLSTM(WordLSTM):

@@ -17,10 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.data_files import LocalDataSet, find_dataset
-from gradherd.lab.tasks.language import Transformer
 from gradherd.lab.tasks.metrics import accuracy
+from gradherd.lab.tasks.registry import import_file
 from gradherd.lab.tasks.task import Classifier, Defaults, Split, check_limit
 
+# By its path: a study may be run from any folder.
+gpt2 = import_file(Path(__file__).with_name("gpt2.py"), "task")
 WORDS = 12_000
 LENGTH = 64
 PADDING, UNKNOWN = 0, 1
@@ -31,7 +33,7 @@ class PhraseClassifier(nn.Module):
 
     def __init__(self, width: int = 96, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
-        self.transformer = Transformer(WORDS, LENGTH, width, heads, layers, causal=False)
+        self.transformer = gpt2.Transformer(WORDS, LENGTH, width, heads, layers, causal=False)
         self.head = nn.Linear(width, 2)
 
     def forward(self, words: Tensor) -> Tensor:

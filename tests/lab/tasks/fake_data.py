@@ -18,7 +18,9 @@ from gradherd.lab.tasks.images import read_batches
 
 _FOLDER = Path(__file__).parents[3] / "studies" / "tasks"
 OF_STUDIES = {
+    "wikitext2-gpt2": f"{_FOLDER}/gpt2.py:WikiText2GPT2",
     "wikitext2-lstm": f"{_FOLDER}/lstm.py:WikiText2LSTM",
+    "cifar10-resnet18": f"{_FOLDER}/resnet18.py:Cifar10ResNet18",
     "m4-mlp": f"{_FOLDER}/m4.py:M4MLP",
     "sst2-transformer": f"{_FOLDER}/sst2.py:SST2Transformer",
 }
@@ -55,7 +57,7 @@ def wikitext(root: Path, form: str) -> None:
 
 
 def gpt2_bpe(root: Path, form: str) -> None:
-    from gradherd.lab.tasks.language import _BYTE_CHARACTERS
+    from studies.tasks.gpt2 import _BYTE_CHARACTERS
 
     merges = ["t h", "th e", "Ġ the", "a t", "c at"]
     tokens = [*_BYTE_CHARACTERS, *(merge.replace(" ", "") for merge in merges)]

@@ -221,7 +221,8 @@ def test_list_tells_where_and_how(capsys, any_edition, tmp_path):
     }
     assert sets["cifar10"]["found"] is None
     assert sets["cifar10"]["advice"].startswith("gradherd data get cifar10, or unpack ")
-    assert sets["wikitext-2"]["tasks"] == ["wikitext2-gpt2"]
+    assert sets["cifar10"]["tasks"] == ["cifar10-lenet"]
+    assert sets["wikitext-2"]["tasks"] == []  # of studies alone
 
 
 def test_list_reads_well_for_people(capsys, any_edition, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from gradherd.lab.train import config
 from gradherd.lab.train.config import RunConfig, plan_runs, run_settings
 from gradherd.lab.train.virtual_trainer import row_settings
 from gradherd.rows.settings import SketchRows
+from tests.lab.tasks.fake_data import task_named
 from tests.lab.train.work import config_of, record
 
 EXDYNA = {"sparsify": "exdyna", "density": 0.1}
@@ -71,7 +72,7 @@ def test_settings_of_rows_and_methods_are_handed_on():
 
 
 def test_whole_batches_stay_whole_batches():
-    resnet = find_task("cifar10-resnet18").defaults
+    resnet = task_named("cifar10-resnet18").defaults
     assert RunConfig.of("x", resnet, batch_size=8).unit == 8
     assert RunConfig.of("x", resnet, batch_size=8, unit=2).unit == 2
     assert config_of("digits", batch_size=8).unit == 1

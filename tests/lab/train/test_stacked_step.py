@@ -11,6 +11,7 @@ from gradherd.lab.train.stacked_step import (
     _make_gradients,
     make_vmappable,
 )
+from tests.lab.tasks.fake_data import task_named
 
 
 def _models(task, count):
@@ -104,7 +105,7 @@ def test_layers_without_another_form_stay():
 @pytest.mark.filterwarnings("error")
 def test_no_layer_of_a_task_is_looped_over(name):
     # torch.func warns where it has no rule and would take one example after the other.
-    task = find_task(name)
+    task = task_named(name)
     model = task.model()
     flat = nn.utils.parameters_to_vector(model.parameters()).detach().unsqueeze(0)
     column = {
@@ -131,3 +132,21 @@ def test_a_step_of_convolutions_can_be_traced():
         for index, row in zip(batches, own, strict=True):
             expected = _flat_grad(task.loss(model, *(c[index] for c in columns)), model)
             torch.testing.assert_close(row, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_the_graph_by_itself_computes_what_its_trace_does(monkeypatch):
+    """On a GPU no trace is made of it."""
+    task, found = task_named("cifar10-lenet"), []
+    columns = (torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8), torch.arange(6))
+    indices = torch.tensor([[[0, 1], [4, 3]], [[2, 5], [1, 0]]])
+    for traced in (True, False):
+        if not traced:
+            monkeypatch.setattr(torch.jit, "trace", lambda graph, *given, **options: graph)
+        models, flat = _models(task, 2)
+        with torch.inference_mode():
+            step = StackedStep(task, models[0], columns, FunctionalOptimizer(), flat)
+            for _ in range(2):
+                rows, mean = step(torch.full((2, 1), 0.01), indices)
+        found.append((rows, mean, flat))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

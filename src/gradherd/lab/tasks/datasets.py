@@ -210,9 +210,7 @@ TASK_DATA: dict[str, tuple[str, ...]] = {
     "digits": (),
     "digits-mlp": (),
     "hmda": ("hmda-2017",),
-    "wikitext2-gpt2": ("wikitext-2", "gpt2-bpe"),
     "cifar10-lenet": ("cifar10",),
-    "cifar10-resnet18": ("cifar10",),
     "fashion-lenet": ("fashion-mnist",),
 }
 """Task -> data sets that it needs. Tasks say so themselves, but reading it there imports torch."""

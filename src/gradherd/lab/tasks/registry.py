@@ -11,8 +11,7 @@ from typing import Any
 from gradherd.lab.tasks.data_files import expand_user, is_file
 from gradherd.lab.tasks.digits import Digits, DigitsMLP
 from gradherd.lab.tasks.hmda import HMDA
-from gradherd.lab.tasks.images import Cifar10LeNet, Cifar10ResNet18, FashionLeNet
-from gradherd.lab.tasks.language import WikiText2GPT2
+from gradherd.lab.tasks.images import Cifar10LeNet, FashionLeNet
 from gradherd.lab.tasks.task import REQUIRED, Defaults, Task, as_task, check_call
 from gradherd.lab.text import printable
 
@@ -20,9 +19,7 @@ TASKS: dict[str, Callable[[], Task]] = {
     "digits": Digits,
     "digits-mlp": DigitsMLP,
     "hmda": HMDA,
-    "wikitext2-gpt2": WikiText2GPT2,
     "cifar10-lenet": Cifar10LeNet,
-    "cifar10-resnet18": Cifar10ResNet18,
     "fashion-lenet": FashionLeNet,
 }
 """Tasks by name."""

@@ -1,4 +1,4 @@
-"""`wikitext2-gpt2`, a tiny GPT-2 on WikiText-2, its tokenizer, and a transformer of plain modules.
+"""A tiny GPT-2 on WikiText-2, its tokenizer, and a transformer of plain modules.
 
 Byte-pair encoding splits text into words, each with the space before it, writes a word's bytes as
 printable characters, and then merges the adjacent pair that ranks first in the merge list, again
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.data_files import LocalDataSet, find_dataset
-from gradherd.lab.tasks.metrics import mean_over_examples
+from gradherd.lab.tasks.metrics import perplexity
 from gradherd.lab.tasks.task import Defaults, Split, Task, check_limit
 
 
@@ -229,30 +229,6 @@ class GPT2(nn.Module):
 TOKENS, GPT2_LENGTH = 50_257, 128
 
 
-def perplexity(model: nn.Module, tokens: Tensor, *, chunk: int) -> float:
-    """Return the perplexity of a language model.
-
-    Args:
-        model: Returns (B, T, V) logits of (B, T) tokens.
-        tokens: (n, T + 1) tokens; all but the first are predicted.
-        chunk: Sequences per call: logits over a vocabulary take much memory.
-    """
-
-    def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-        # Flattened as in training: softmax over a middle dimension is slow on a GPU.
-        logits, targets = model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:]
-        losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
-        return losses.view_as(targets).mean(1)
-
-    # Through a tensor: math.exp raises where torch gives infinity, which the record has as None.
-    return float(torch.tensor(mean_over_examples(model, mean_loss, tokens, chunk=chunk)).exp())
-
-
-def lines(text: str) -> Iterator[str]:
-    r"""Yield lines with their ends; only \n ends a line, unlike in `str.splitlines`."""
-    return iter(io.StringIO(text, newline="\n"))
-
-
 @dataclass(frozen=True)
 class WikiText2GPT2(Task):
     """GPT-2 with 2 layers, 2 heads, width 128, context 128: 6,846,080 parameters.
@@ -303,7 +279,8 @@ class WikiText2GPT2(Task):
 def _blocks(text: LocalDataSet, name: str, encoder: BytePairEncoder, limit: int | None) -> Tensor:
     """Return (n, 128) tokens of a file; enough for `limit` blocks."""
     tokens: list[int] = []
-    for line in encoder.encode_lines(lines(text.text(name))):
+    # Only \n ends a line, unlike in `str.splitlines`.
+    for line in encoder.encode_lines(io.StringIO(text.text(name), newline="\n")):
         tokens += line
         if limit is not None and len(tokens) >= limit * GPT2_LENGTH:
             break

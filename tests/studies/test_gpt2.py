@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradherd.lab.tasks.data_files import MissingData, find_dataset
-from gradherd.lab.tasks.language import _BYTE_CHARACTERS, BytePairEncoder, merge_pairs
+from studies.tasks.gpt2 import _BYTE_CHARACTERS, BytePairEncoder, merge_pairs
 
 merges = st.lists(
     st.tuples(st.text("ab", min_size=1, max_size=3), st.text("ab", min_size=1, max_size=3)),
@@ -62,10 +62,10 @@ GOLDEN = {
 }
 
 
-def test_the_real_vocabulary(real):
+def test_the_real_vocabulary():
     """Tokens as tiktoken 0.14 gives them."""
     try:
-        found = find_dataset("gpt2-bpe", real)
+        found = find_dataset("gpt2-bpe")
     except MissingData as error:
         pytest.skip(str(error))
     pairs = BytePairEncoder.parse(found.text("encoder.json"), found.text("vocab.bpe"))
