@@ -151,7 +151,7 @@ def test_cost_of_virtual_runs_needs_no_dim(tmp_path, monkeypatch):
 
 
 def test_signs_are_measured_in_three_forms(tmp_path):
-    one = study(COST, [{"case": "signs", "workers": 2, "dim": 100}])
+    one = study(COST, [{"case": "signs", "workers": 2, "dim": 100}], {})
     (found,) = results_of(one, tmp_path).values()
     summary = found.figures["summary"]
     assert summary["sequential.ratio"] == 1
