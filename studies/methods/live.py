@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -68,7 +68,11 @@ class LiveState(PairState):
     """(N, D) the same of earlier epochs; outlives the epoch."""
 
     columns: ClassVar[tuple[str, ...]] = ("running", "pending", "fresh", "recent")
-    lasting: ClassVar[tuple[str, ...]] = ("recent",)
+
+    def adopt(self, other: Self) -> None:
+        """Take over the rows of earlier epochs, of as many workers."""
+        if self.sizes == other.sizes:
+            self.recent = other.recent
 
 
 @dataclass(frozen=True)

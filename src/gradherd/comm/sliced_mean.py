@@ -107,25 +107,19 @@ class _Bucket(NamedTuple):
 class _Loan:
     """Slices that are read by another thread, and on a GPU maybe on another stream."""
 
-    def __init__(self, buffers: dict[int, Tensor]) -> None:
-        self._buffers = buffers
-        self._device = buffers[0].device
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._ended = threading.Event()
         self._read: torch.cuda.Event | None = None
 
-    def end(self, instead: Tensor | None) -> None:
-        """Give the slices back, or, if they are one block, other memory of its shape.
-
-        Further calls do nothing.
-        """
+    def end(self) -> None:
+        """Give the slices back; further calls do nothing."""
         if self._ended.is_set():
             return
         if self._device.type == "cuda":
             self._read = torch.cuda.Event()
             # Not of the current device: another thread has cuda:0, wherever the slices are.
             self._read.record(torch.cuda.current_stream(self._device))
-        if instead is not None:
-            self._buffers[0] = instead
         self._ended.set()
 
     def wait(self) -> None:
@@ -153,14 +147,13 @@ class SlicedMean:
         self.bytes = 0
         """Bytes that this rank has sent so far."""
 
-    def lend(self) -> Callable[[Tensor | None], None]:
+    def lend(self) -> Callable[[], None]:
         """Keep the slices of the last `finish` as they are until the returned function is called.
 
-        Any thread may call it; further calls do nothing. Who wants to keep the slices of a single
-        bucket gives it other memory of their shape instead.
+        Any thread may call it; further calls do nothing.
         """
         # A new one each time: a late call for slices of an earlier backward releases no others.
-        self._loan = _Loan(self._buffers)
+        self._loan = _Loan(self._buffers[0].device)
         return self._loan.end
 
     def start(self, flat: Tensor) -> None:

@@ -60,8 +60,8 @@ log = logging.getLogger("gradherd")
 
 # Averaged backwards in a row that find old gradients, before the loop is told if these are zero.
 _STALE_BACKWARDS = 8
-Release = Callable[[Tensor | None], None]
-"""Says that slices were read, and may be overwritten, or which memory may be instead."""
+Release = Callable[[], None]
+"""Says that slices were read, and may be overwritten."""
 
 
 class SlicedTransport(RankTransport):
@@ -148,7 +148,7 @@ class SlicedTransport(RankTransport):
         try:
             self._thread.submit(sign)
         except BaseException:  # of the batch before
-            release(None)
+            release()
             raise
 
     def _sign(self, slices: Slices, claim: BatchClaim | None, release: Release) -> None:
@@ -168,7 +168,7 @@ class SlicedTransport(RankTransport):
                 script = observe_slices(self._sampler, slices, claim, release=release)
                 self._sign_bytes += run(script, self._side).bytes
         finally:
-            release(None)
+            release()
         self._sign_seconds += time.thread_time() - begin
 
     def by_index(self) -> None:
@@ -447,11 +447,7 @@ class ShardedCoordination(SlicedTransport):
                     own = slices[:, self._columns[parameter.name]]
                     own.add_(block[:, at : at + width], alpha=factor)
                 at += width
-        return (slices,), self._refill
-
-    def _refill(self, instead: Tensor | None) -> None:
-        # The memory of the slices is filled again when the batch was signed, if it is not kept.
-        self._slices = self._slices if instead is None else instead
+        return (slices,), _nothing  # filled again when the batch was signed
 
     def _drop_slices(self) -> None:
         self._blocks = []
@@ -467,5 +463,5 @@ class ShardedCoordination(SlicedTransport):
         super().close()
 
 
-def _nothing(instead: Tensor | None) -> None:
+def _nothing() -> None:
     """Stand for a release of memory that is used once."""

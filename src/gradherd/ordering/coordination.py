@@ -103,7 +103,7 @@ def observe_slices(
     slices: Sequence[Tensor],
     claim: BatchClaim | None = None,
     *,
-    release: Callable[[Tensor | None], None] | None = None,
+    release: Callable[[], None] | None = None,
 ) -> Script[None]:
     """Learn from a batch of every worker, of which this rank holds a slice of the columns.
 
@@ -121,7 +121,7 @@ def observe_slices(
     elif claim.epoch == learner.epoch:  # Slices of an epoch that is over come too late.
         yield from learner.learn(rows, first=claim.step)
     if release is not None:
-        release(None)
+        release()
 
 
 def finite_batches(rows: Tensor, batches: Sequence[int], finite: Tensor | None = None) -> Tensor:

@@ -24,7 +24,6 @@ _MOST_ELEMENTS = 1 << 24
 _MOST_ROWS = 128
 _RUNS_BEFORE_GRAPH = 3  # batch sizes that do not come again are not worth one
 _MOST_SIZES = 4
-_FEW_VECTORS = 8  # below, a loop takes less than a block, and copies nothing
 
 
 class Sums(NamedTuple):
@@ -164,31 +163,9 @@ def sign_on_device(
     if not here or not isinstance(rule, Greedy):
         return None, sums, before
     signer = _signer_for(rows, before)
-    signs: Tensor | None = None
-    if signer is not None:
-        signs, sums = signer.sign(rows, sums)
-    if signs is None and rows.shape[0] * rows.shape[1] < _FEW_VECTORS:
-        signs = _sign_one_by_one(rows, sums)
-    return signs, sums, signer
-
-
-def _sign_one_by_one(rows: Tensor, sums: Sums) -> Tensor:
-    """Do the same for a few rows in sequence: whole gradients, which are not copied for kernels."""
-    sides = []
-    for step in rows:
-        signs = []
-        for worker, row in enumerate(step):
-            centred = row if sums.mean is None else row - sums.mean[worker]
-            inner = torch.dot(sums.running[worker], centred)
-            finite = inner.isfinite()
-            sign = torch.where(inner <= 0, 1.0, -1.0).where(finite, 0.0).to(row.dtype)
-            # Zeros, not a product with 0: that of a row that is not finite is not 0.
-            sums.running[worker].addcmul_(centred.where(finite, 0.0), sign)
-            if sums.total is not None:
-                sums.total[worker] += row.where(finite, 0.0)
-            signs.append(sign)
-        sides.append(torch.stack(signs))
-    return torch.stack(sides).to(torch.int8)
+    if signer is None:
+        return None, sums, None
+    return *signer.sign(rows, sums), signer
 
 
 def _signer_for(rows: Tensor, before: DeviceSigner | None) -> DeviceSigner | None:

@@ -32,12 +32,12 @@ class MeanState(SignState):
 
     columns: ClassVar[tuple[str, ...]] = ("running", "total", "mean")
     others: ClassVar[tuple[str, ...]] = ("count",)
-    lasting: ClassVar[tuple[str, ...]] = ("mean",)
 
     def adopt(self, other: Self) -> None:
-        """Take over the mean of other workers: units change owner, so one mean serves all."""
-        if other.mean is not None:
-            self.mean = other.mean.mean(0, keepdim=True).repeat(len(self.sizes), 1)
+        """Take over the mean. With other workers units change owner, so one mean serves all."""
+        self.mean = other.mean
+        if self.mean is not None and len(self.sizes) != len(other.sizes):
+            self.mean = self.mean.mean(0, keepdim=True).repeat(len(self.sizes), 1)
 
     def count_rows(self, sides: Tensor) -> None:
         """Count rows whose (b, M) sides came from the GPU."""

@@ -258,8 +258,7 @@ class Ordering:
         """Forget what was observed in this epoch; its orders stay."""
         # What was learned in the epoch before is not in doubt.
         before, self._state = self._state, self._new_state(self.epoch, previous=None)
-        for name in before.lasting:
-            setattr(self._state, name, getattr(before, name))
+        self._state.adopt(before)
 
     @torch.inference_mode(False)
     def end_epoch(self, next_epoch: int | None = None, *, rest_follows: bool = False) -> None:

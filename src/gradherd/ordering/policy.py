@@ -35,10 +35,9 @@ class ShardedRows:
 
     blocks: tuple[Tensor, ...]
     """(b, M, c) this rank's columns, in blocks side by side that have C columns together."""
-    release: Callable[[Tensor | None], None] | None = None
+    release: Callable[[], None] | None = None
     """If given: may be called by a policy that does not read them any more, as the next exchange
-    waits for their memory; or with other memory of the shape of one step, to keep a single
-    block."""
+    waits for their memory."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -81,8 +80,6 @@ class EpochState:
     """Fields with one column for each column of a row: these are sharded where rows are."""
     others: ClassVar[tuple[str, ...]] = ()
     """Further tensors of the saved state."""
-    lasting: ClassVar[tuple[str, ...]] = ()
-    """Fields that outlive the epoch."""
     required: ClassVar[tuple[str, ...]] = ()
     """What every saved state of this kind has beside sizes, epoch and steps."""
 
@@ -107,7 +104,7 @@ class EpochState:
         self.steps = step
 
     def adopt(self, other: Self) -> None:
-        """Take over what outlives the epoch, from the state of another number of workers."""
+        """Take over what outlives the epoch, from a state that may be of other workers."""
 
     def align(self, rows: Tensor) -> Tensor:
         """Move the state to the device of `rows`; return `rows` in the dtype of the state.
@@ -224,15 +221,10 @@ class Policy(ABC):
     of all workers from the same inputs and must arrive at the same ones.
     """
 
-    @property
-    def needs_rows(self) -> bool:
-        """Whether the policy uses gradients."""
-        return True
-
-    @property
-    def leaves_out_broken_rows(self) -> bool:
-        """Whether the policy itself leaves out rows that are not finite, also on a GPU."""
-        return False
+    needs_rows: ClassVar[bool] = True
+    """Whether the policy uses gradients."""
+    leaves_out_broken_rows: ClassVar[bool] = False
+    """Whether the policy itself leaves out rows that are not finite, also on a GPU."""
 
     @property
     def start(self) -> Start | None:
