@@ -84,7 +84,7 @@ WRONG = [
     (lambda: sampler(seed="a"), "seed must be a whole number, got 'a'"),
     (lambda: sampler(seed=-1), "seed must be at least 0, got -1"),
     (lambda: sampler(world=4), "world must be World.* got 4"),
-    (lambda: sampler(ahead="x"), "ahead must be a whole number, got 'x'"),
+    (lambda: sampler(skips="x"), "skips must be True or False, got 'x'"),
     (lambda: sampler().set_epoch("a"), "epoch must be a whole number, got 'a'"),
     (lambda: gh.ExDyna(density="0.1"), "density must be a number, got '0.1'"),
     (lambda: gh.ExDyna(blocks="a"), "blocks must be a whole number, got 'a'"),

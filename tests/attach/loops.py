@@ -113,6 +113,20 @@ class Reference:
             self.ordering.end_epoch(epoch)
 
 
+class OneAhead:
+    """Fetches the next batch before the one at hand is trained on, as copies to a GPU do."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        batches = iter(self.loader)
+        following = next(batches, None)
+        while following is not None:
+            current, following = following, next(batches, None)
+            yield current
+
+
 class Loop:
     """One loop, composed from a seed; the same on every rank but for what it says."""
 
@@ -136,10 +150,7 @@ class Loop:
         self.ranks_differ = size > 1 and pick.random() < 0.3
         if self.ranks_differ:
             self.ahead = 0
-        if self.ahead and self.naming in ("never", "always 0"):
-            # When such an epoch ends depends on how many of its last batches were trained on.
-            self.naming = "each epoch"
-        self.skipped_by = pick.choice(["sampler", "loader"]) if not self.ahead else "sampler"
+        self.skipped_by = pick.choice(["sampler", "loader"])
         self.persistent = self.workers > 0 and pick.random() < 0.5
         self.compose()
         hidden = ("pick", "rank", "noise")
@@ -177,13 +188,15 @@ class Loop:
         else:
             self.named_loader = self.loader
         self.herd = self.attach()
-        if workers:  # A loader that fetches ahead is named.
+        if self.ahead:
+            self.named_loader = OneAhead(self.named_loader)
+        if workers or self.ahead:  # A loader that fetches ahead is named.
             self.named_loader = self.herd.batches(self.named_loader)
 
     def make_sampler(self):
         return OrderedSampler(
             self.dataset, self.policy, batch_size=self.batch, unit=self.unit, seed=self.seed,
-            ahead=self.ahead,
+            skips=True,
         )  # fmt: skip
 
     def make_reference(self):
@@ -244,7 +257,7 @@ class Loop:
         steps = trained = 0
         while True:
             with contextlib.suppress(StopIteration):
-                while len(self.waiting) <= self.ahead:
+                if not self.waiting:
                     self.fetch()
             over = not self.waiting or (stop is not None and trained >= stop)
             if self.any_rank(over):
@@ -288,12 +301,8 @@ class Loop:
             synced = (steps + 1) % self.accumulate == 0 or not self.no_sync
             with contextlib.nullcontext() if synced or self.size == 1 else self.unsynced():
                 self.backward(x, y, float("inf") if here and not finite else 1.0)
-            # Where the loop fetches ahead, its last batches cannot be told apart in all cases:
-            # then nothing is learned from them.
-            tail = self.ahead and self.at_last_batch
             every = self.gather(index)
-            if not (tail and (self.workers or self.left % self.batch)):
-                self.credited |= bool(self.reference.train(self.version, every, finite))
+            self.credited |= bool(self.reference.train(self.version, every, finite))
             trained, steps = trained + 1, steps + 1
             if event == "again" and self.size == 1:
                 self.step()
@@ -314,11 +323,6 @@ class Loop:
         """Return whether the loop may be stopped here, and go on in a new one."""
         return self.reference.ordering.epoch == epoch
 
-    @property
-    def at_last_batch(self):
-        """Whether the loader has handed out this pass's last batch."""
-        return self.fetched == -(-self.left // self.batch)
-
     def choose(self, event):
         """Return what happens to the next batch, given what was drawn."""
         return event
@@ -335,13 +339,10 @@ class Loop:
         self.credited = False  # whether a gradient of this pass belongs to its examples
         for _ in range(skip):
             next(self.batches)
-        self.left = len(self.sampler) - self.sampler.start
         self.version = None  # of the order that this pass hands out
 
     def fetch(self):
         self.waiting.append(next(self.batches))
-        if not self.fetched:  # only now the pass has begun, perhaps with a new epoch
-            self.left = len(self.sampler) - self.sampler.start
         self.fetched += 1
 
     def backward(self, x, y, factor):

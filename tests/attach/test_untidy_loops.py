@@ -6,6 +6,7 @@ reference (`loops.Reference`). Random mixtures of such loops are in test_loops.p
 
 import contextlib
 import gc
+import itertools
 import warnings
 import weakref
 
@@ -34,10 +35,10 @@ class NotingSampler(gh.OrderedSampler):
 class Trainee:
     """A model, its sampler and loader, and the reference."""
 
-    def __init__(self, unit, *, ahead=None, workers=0, scaler=None, part=False):
+    def __init__(self, unit, *, workers=0, scaler=None, part=False):
         self.dataset, self.net = loops.Indexed(COUNT), loops.Model()
         self.call = self.net.body if part else self.net
-        self.unit, self.ahead, self.scaler, self.part = unit, ahead, scaler, part
+        self.unit, self.scaler, self.part = unit, scaler, part
         self.make(workers)
         apart = loops.Model()
 
@@ -51,7 +52,7 @@ class Trainee:
 
     def make(self, workers=0):
         self.sampler = NotingSampler(
-            self.dataset, "cd-grab", batch_size=BATCH, unit=self.unit, seed=5, ahead=self.ahead
+            self.dataset, "cd-grab", batch_size=BATCH, unit=self.unit, seed=5
         )
         self.loader = DataLoader(
             self.dataset, BATCH, sampler=self.sampler, num_workers=workers,
@@ -110,20 +111,10 @@ def exception_and_continue(one):
                 one.train(batch)
 
 
-def cycle_one_ahead(one):
-    def cycle():
-        while True:
-            yield from one.loader
-
-    batches = cycle()
-    following = next(batches)
-    for number in range(EPOCHS * COUNT // BATCH):
-        batch = following
-        version = one.sampler.versions[-1]
-        following = next(batches)
-        if number % (COUNT // BATCH) != COUNT // BATCH - 1:
-            version = one.sampler.versions[-1]
-        one.train(batch, version=version)
+def one_ahead(one):
+    for _ in range(EPOCHS):
+        for batch in one.herd.batches(loops.OneAhead(one.loader)):
+            one.train(batch)
 
 
 class Repeated:
@@ -245,7 +236,7 @@ def broken_off_and_looked_at(one):
 LOOPS = {
     leaves_out_a_batch: {},
     exception_and_continue: {},
-    cycle_one_ahead: {"ahead": 1},
+    one_ahead: {},
     a_batch_sampler_that_repeats: {},
     parts_with_accumulation: {"part": True},
     resumed_and_named_from_0: {},
@@ -284,7 +275,7 @@ def test_a_batch_sampler_that_repeats_for_workers_is_refused(unit):
 def test_all_batches_fetched_before_the_first_forward():
     one = Trainee(BATCH)
     batches = list(one.loader)
-    with pytest.raises(RuntimeError, match=r"6 batches before .* OrderedSampler\(\.\.\., ahead="):
+    with pytest.raises(RuntimeError, match=r"6 batches before .* OrderedSampler\(\.\.\., skips="):
         one.train(batches[0])
 
 
@@ -355,21 +346,18 @@ def test_rows_that_cannot_be_read_on_one_rank(on_ranks):
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_epochs_end_where_a_loop_that_fetches_ahead_names_none(workers):
-    """The last batches cannot be told apart, but the next pass has the next order, all of it."""
+    """The next pass has the next order, all of it."""
     dataset = loops.Indexed(10)
 
     def made():
-        sampler = gh.OrderedSampler(dataset, "grab", batch_size=4, ahead=1)
+        sampler = gh.OrderedSampler(dataset, "pair-grab", batch_size=4)
         net = loops.Model()
         herd = gh.attach(net, order=sampler)
         return net, herd, DataLoader(dataset, batch_size=4, sampler=sampler, num_workers=workers)
 
     def trained_on(net, herd, loader, batches=3):
-        seen, batches_now = [], iter(herd.batches(loader))
-        fetched = next(batches_now)
-        for _ in range(batches):
-            x, y, index = fetched
-            fetched = next(batches_now, None)
+        seen = []
+        for x, y, index in itertools.islice(herd.batches(loops.OneAhead(loader)), batches):
             F.cross_entropy(net(x), y).backward()
             seen += index.tolist()
         return seen

@@ -8,7 +8,7 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from gradherd import OrderedSampler, World
-from gradherd.ordering.batches import UNKNOWN, Batches, EpochPass, FollowedLoader, LoopCount
+from gradherd.ordering.batches import Batches, EpochPass, FollowedLoader, LoopCount
 
 
 class Iterator:
@@ -49,17 +49,16 @@ def test_batches_that_were_skipped_are_not_credited():
 
 
 def test_several_batches_before_the_first_forward_are_refused_unless_explained():
-    for ahead, wanted in ((0, 2), (1, 1), (2, 0)):
-        batches = Batches(2, ahead=ahead)
+    for skips in (True, False):
+        batches = Batches(2, skips=skips)
         one, alive = running(batches)
         one.handed_out = 6
-        assert number(batches) == wanted
-    batches = Batches(2)
-    one, alive = running(batches)
-    one.handed_out = 4
-    with pytest.raises(RuntimeError, match="received 2 batches before the first forward"):
-        batches.current()
-    assert alive
+        if skips:
+            assert number(batches) == 2
+        else:
+            with pytest.raises(RuntimeError, match="received 3 batches before the first forward"):
+                batches.current()
+        assert alive
 
 
 def test_a_look_at_the_data_is_not_the_loop():
@@ -95,21 +94,6 @@ def test_two_loops_at_once_are_refused():
     with pytest.raises(RuntimeError, match="two iterators over this sampler"):
         batches.current()
     assert first and second
-
-
-def test_the_end_of_a_loop_that_fetches_ahead():
-    batches = Batches(2, ahead=1)
-    one, alive = running(batches, length=6)
-    found = []
-    for handed_out, ended in ((4, False), (6, False), (6, False), (6, True), (6, True)):
-        one.handed_out, one.ended = handed_out, ended
-        found.append(number(batches))
-    assert found == [0, 1, 1, 2, 2]
-    batches = Batches(4, ahead=1)
-    one, alive = running(batches, length=6)  # the last batch is short: its end is not seen
-    one.handed_out = 6
-    assert number(batches) == UNKNOWN
-    assert alive
 
 
 class Numbers(Dataset):
@@ -153,6 +137,34 @@ def test_a_named_loader_tells_what_its_loop_has_received(workers, persistent):
         assert batch == 5 == len(loader) - 1
 
 
+def one_ahead(loader):
+    """Fetch the next batch before the one at hand is trained on, as copies to a GPU do."""
+    batches = iter(loader)
+    following = next(batches)
+    for fetched in batches:
+        yield following
+        following = fetched
+    yield following
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_generator_that_fetches_ahead_is_named(workers):
+    sampler = make()
+    for _ in range(2):
+        loader = FollowedLoader(one_ahead(loader_of(sampler, workers)), sampler)
+        for batch, _ in enumerate(loader):
+            assert sampler.current_batch().number == batch
+        assert batch == 5
+
+
+def test_a_loop_that_fetches_ahead_of_a_named_loader_is_refused():
+    sampler = make()
+    batches = one_ahead(FollowedLoader(loader_of(sampler), sampler))
+    next(batches)
+    with pytest.raises(RuntimeError, match="in a generator and iterate over herd"):
+        sampler.current_batch()
+
+
 def test_a_named_loop_that_is_looked_into():
     sampler = make()
     loader = FollowedLoader(loader_of(sampler), sampler)
@@ -179,9 +191,9 @@ def test_a_loop_is_not_forgotten_while_somebody_looks(named):
             assert sampler.current_batch().number == batch
 
 
-@pytest.mark.parametrize("ahead", [None, 0, 1])
-def test_a_loader_that_prefetches_without_a_name_is_refused(ahead):
-    sampler = make(ahead=ahead)
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_loader_that_prefetches_without_a_name_is_refused(skips):
+    sampler = make(skips=skips)
     running = iter(loader_of(sampler, 2))
     next(running)
     with pytest.raises(RuntimeError, match=r"for batch in herd\.batches\(loader\)"):
@@ -209,7 +221,7 @@ def test_a_batch_that_could_not_be_made_was_received():
                 raise OSError
             return index
 
-    sampler = make(ahead=0)
+    sampler = make(skips=True)
     broken = sampler.indices()[4:8]
     running = iter(FollowedLoader(DataLoader(Broken(), 4, sampler=sampler), sampler))
     next(running)
@@ -220,7 +232,7 @@ def test_a_batch_that_could_not_be_made_was_received():
 
 
 def test_a_framework_counts_by_itself():
-    sampler, count = make(ahead=0), LoopCount()
+    sampler, count = make(skips=True), LoopCount()
     sampler.follow(count)
     running = iter(loader_of(sampler))
     for _ in range(3):  # all batches of an update before the first is trained on
@@ -279,7 +291,7 @@ def test_batches_are_found_by_their_examples():
 
 
 def test_the_order_is_listed_once_an_epoch_for_batches_by_index(monkeypatch):
-    sampler, listed = make(ahead=0), []
+    sampler, listed = make(skips=True), []
     indices = OrderedSampler.indices
     monkeypatch.setattr(OrderedSampler, "indices", lambda one: listed.append(1) or indices(one))
     order = indices(sampler)
@@ -294,7 +306,7 @@ def test_the_order_is_listed_once_an_epoch_for_batches_by_index(monkeypatch):
     "copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))]
 )
 def test_a_followed_loader_can_be_copied(copied):
-    sampler = make(ahead=0)
+    sampler = make(skips=True)
     loader = loader_of(sampler)
     assert len(list(copied(FollowedLoader(loader, sampler)))) == len(loader)
     with pytest.raises(AttributeError):

@@ -229,8 +229,8 @@ class GatheringTransport(RankTransport):
         self._gatherer.add(rows, claim)
         left = self._sampler.ordering.length - claim.step - claim.units
         # A last batch that is shorter may be dropped by the loader (drop_last), and would then
-        # never come; nor are the last ones of a loop that fetches ahead known.
-        if self._gatherer.in_order and left * self._sampler.unit <= self._sampler.tail:
+        # never come.
+        if self._gatherer.in_order and left * self._sampler.unit < self._sampler.batch_size:
             self._gatherer.flush()  # the last batch of the epoch: the next order is needed now
 
     def _policy_checks(self, rows: Tensor) -> bool:

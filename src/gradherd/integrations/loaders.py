@@ -74,7 +74,7 @@ class HerdSettings:
         unit = batch_size if isinstance(self.unit, str) else self.unit
         # Frameworks may skip batches; how far their loops are is counted where batches arrive.
         return OrderedSampler(
-            dataset, self.order, batch_size=batch_size, unit=unit, seed=self.seed, ahead=0
+            dataset, self.order, batch_size=batch_size, unit=unit, seed=self.seed, skips=True
         )
 
     def attach(

@@ -13,7 +13,6 @@ back later, without a name on them. `Batches` answers both questions:
 import multiprocessing
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,12 +21,8 @@ if TYPE_CHECKING:
     from gradherd.ordering.sampler import OrderedSampler
 
 _REMEMBERED_PASSES = 4
-_REMEMBERED_BATCHES = 64
 _NESTED = 4
 """Wrappers between a loader and its sampler, at most: batch samplers, and what frameworks add."""
-
-UNKNOWN = -1
-"""Number of a batch that is not known."""
 
 
 @dataclass(eq=False)
@@ -69,8 +64,6 @@ class EpochPass:
     """Batches that were noted as received."""
     claimed: set[int] = field(default_factory=set)
     """Batches that a gradient was credited to."""
-    untold: int = 0
-    """Gradients of batches that cannot be told apart."""
     iterator: "weakref.ref[Any] | None" = None
     """The sampler's iterator, as long as a loader holds it."""
     count: LoopCount | None = None
@@ -140,7 +133,7 @@ class BatchTicket(NamedTuple):
 
     epoch_pass: EpochPass
     number: int
-    """Number of the batch in its pass, from 0; or `UNKNOWN`."""
+    """Number of the batch in its pass, from 0."""
 
 
 class BatchClaim(NamedTuple):
@@ -161,21 +154,18 @@ class BatchClaim(NamedTuple):
 class Batches:
     """Knows which batches loops have received, and which of them have had their gradient."""
 
-    def __init__(self, batch_size: int, unit: int = 1, ahead: int | None = None) -> None:
-        """Start without an epoch.
+    def __init__(self, batch_size: int, unit: int = 1, *, skips: bool = False) -> None:
+        """Start without an epoch, for batches and units of so many examples.
 
-        Args:
-            batch_size: Examples in a batch.
-            unit: Examples in a unit.
-            ahead: Batches that the loop fetches before it trains on the one at hand; None if that
-                is not known. Then it must become clear from the first forward.
+        If the loop `skips`, several batches may come before the first forward: none of them was
+        fetched ahead.
         """
         self._batch_size = batch_size
         self._unit = unit
-        self._ahead = ahead
+        self._keeps_up = skips  # whether it is clear that the loop fetches nothing ahead
         self._count: LoopCount | None = None
         self._passes: list[EpochPass] = []
-        self._log: deque[BatchTicket] = deque(maxlen=_REMEMBERED_BATCHES)
+        self._newest_batch: BatchTicket | None = None
         self.begin_epoch(epoch=0, version="", start=0, length=0)
 
     def begin_epoch(self, *, epoch: int, version: str, start: int, length: int) -> None:
@@ -237,52 +227,36 @@ class Batches:
     def current(self) -> BatchTicket | None:
         """Return the batch that a forward which begins now is for; None before the first one.
 
-        The newest batch that a loop has received, less those that it fetches ahead. Without a new
-        one since the last forward it is the same batch again.
+        The newest batch that a loop has received. Without a new one since the last forward it is
+        the same batch again.
 
         Raises:
             RuntimeError: Batches were fetched before the first forward, and it is not known whether
                 they were skipped or are yet to come.
             ValueError: The loader's batches are not those of the sampler.
         """
-        self._log_received()
-        if not self._log:
+        self._note_received()
+        newest = self._newest_batch
+        if newest is None:
             return None
-        newest = self._log[-1]
         last = newest.epoch_pass
         last.check(self._batch_size)
-        if self._ahead is None:
+        if not self._keeps_up:
             unexplained = newest.number - last.skipped
             if unexplained > 0:
                 raise RuntimeError(
                     f"the loop has received {unexplained + 1} batches before the first forward "
                     f"(of {self._batch_size} examples each, the sampler's batch_size), and "
-                    "gradherd cannot tell whether it skips batches or fetches them ahead: say "
-                    "which with OrderedSampler(..., ahead=0) if it skips, or ahead=1 if it is one "
-                    "batch ahead; a list of batches, as from list(loader), cannot be followed: "
-                    "iterate over the loader, or give each batch's examples to herd.observe()"
+                    "gradherd cannot tell whether it skips batches or fetches them ahead: if it "
+                    "skips, say so with OrderedSampler(..., skips=True); if it fetches ahead, do "
+                    "that in a generator and iterate over herd.batches(generator); a list of "
+                    "batches, as from list(loader), cannot be followed: iterate over the loader, "
+                    "or give each batch's examples to herd.observe()"
                 )
-            self._ahead = 0
-        if not self._ahead:
-            return newest
-        lag = self._ahead
-        if newest.number + 1 == last.num_batches(self._batch_size):
-            # Nothing is left to fetch: the loop works off what it has.
-            if not self.tells_last(last.length - last.begin, self._ahead):
-                return BatchTicket(last, UNKNOWN)
-            lag -= last.ended
-        return self._log[max(0, len(self._log) - 1 - lag)]
+            self._keeps_up = True
+        return newest
 
-    def tells_last(self, examples: int, ahead: int) -> bool:
-        """Return whether the last batches of so many examples can be told apart.
-
-        If a loop fetches ahead, how far it is shows only in a single process with a full last
-        batch, and only for one batch.
-        """
-        full = examples % self._batch_size == 0 and self._count is None
-        return not ahead or (full and ahead == 1)
-
-    def _log_received(self) -> None:
+    def _note_received(self) -> None:
         """Note the batches that were received since the last call."""
         fresh: list[BatchTicket] = []
         running: EpochPass | None = None  # a loop that goes on
@@ -300,7 +274,7 @@ class Batches:
                 )
             running = one if one.alive else running
             fresh += tickets
-        self._log.extend(fresh)
+        self._newest_batch = fresh[-1] if fresh else self._newest_batch
 
     def claim(self, ticket: BatchTicket | None) -> BatchClaim | None:
         """Return the units of a batch; None if it was claimed before, or is not of this order.
@@ -312,8 +286,7 @@ class Batches:
         if ticket is None:
             raise RuntimeError(self._before_any_example())
         current, number = ticket
-        current.untold += number == UNKNOWN
-        if number == UNKNOWN or current.version != self._version or number in current.claimed:
+        if current.version != self._version or number in current.claimed:
             return None
         first = current.begin + number * self._batch_size
         if first < self._start:

@@ -100,7 +100,7 @@ class OrderedSampler(DistributedSampler[Any]):
         seed: int = 0,
         world: World | None = None,
         drop_last: bool = False,
-        ahead: int | None = None,
+        skips: bool = False,
     ) -> None:
         """Shard the data set over the workers of `world`.
 
@@ -114,11 +114,10 @@ class OrderedSampler(DistributedSampler[Any]):
             world: Rank and number of ranks; detected by default.
             drop_last: Make the ranks' epochs equally long by dropping units (different ones in
                 each epoch) instead of repeating some.
-            ahead: Batches that the loop itself fetches before it trains on the one at hand: 0 in a
-                plain loop, 1 if it copies the next batch to the GPU. Needed only if several
-                batches arrive before the first forward.
+            skips: Whether the loop may skip batches before its first forward. Without it, several
+                batches that arrive before are refused: they may have been fetched ahead.
         """
-        check_sampling(dataset, batch_size, unit, seed, ahead)
+        check_sampling(dataset, batch_size, unit, seed, skips)
         world = World.detect() if world is None else world
         if not isinstance(world, World):
             raise ValueError(f"world must be World(rank=0, size=4) or None, got {world!r}")
@@ -141,8 +140,8 @@ class OrderedSampler(DistributedSampler[Any]):
             length=self.sharding.length,
         )
         self._feeder: weakref.ref[Feeder] | None = None
-        self._ahead = ahead
-        self._batches = Batches(batch_size, unit, ahead)
+        self._skips = skips
+        self._batches = Batches(batch_size, unit, skips=skips)
         self._resumed = (0, 0)  # epoch, and the position at which its iterators start
         self._loader_skips = False  # whether the loader skips to that position by itself
         self._named_epoch: int | None = None  # the last argument of set_epoch
@@ -170,7 +169,7 @@ class OrderedSampler(DistributedSampler[Any]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._batches = Batches(self.batch_size, self.unit, self._ahead)
+        self._batches = Batches(self.batch_size, self.unit, skips=self._skips)
         self._begin_epoch()
 
     def fed_by(self, feeder: Feeder | None) -> None:
@@ -219,26 +218,13 @@ class OrderedSampler(DistributedSampler[Any]):
         return self.start > 0 and last.handed_out == last.length
 
     def _ended_short(self) -> bool:
-        """Return whether a loop has ended with little missing.
-
-        Less than a batch: the loader drops it. Or the last batches of a loop that fetches ahead,
-        which cannot be told apart.
-        """
+        """Return whether a loop has ended with less than a batch missing: the loader drops it."""
         last = self._batches.last_pass or self._batches.newest
         if last is None or last.version != self.ordering.version or last.alive:
             return False
         # What all ranks have learned, which is the same on all of them, not what this one fed.
         missing = len(self) - self.ordering.steps * self.unit
-        untold = min(1 + (self._ahead or 0), last.num_batches(self.batch_size))
-        return 0 < missing <= (self.tail if last.untold >= untold else self.batch_size - 1)
-
-    @property
-    def tail(self) -> int:
-        """Most examples at the end of an epoch of which nothing may be learned."""
-        ahead = self._ahead or 0
-        if self._batches.tells_last(len(self), ahead):
-            return self.batch_size - 1
-        return (1 + ahead) * self.batch_size
+        return 0 < missing < self.batch_size
 
     def __len__(self) -> int:
         return (self.sharding.length if self._rest is None else len(self._rest)) * self.unit

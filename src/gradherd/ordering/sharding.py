@@ -24,9 +24,7 @@ from torch.utils.data import IterableDataset
 from gradherd.comm.checks import check_choice, check_whole
 
 
-def check_sampling(
-    dataset: object, batch_size: int, unit: int, seed: int, ahead: int | None
-) -> None:
+def check_sampling(dataset: object, batch_size: int, unit: int, seed: int, skips: bool) -> None:
     """Raise ValueError if a sampler cannot be made with these arguments."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise ValueError(
@@ -37,8 +35,7 @@ def check_sampling(
     check_whole("seed", seed, 0)
     if type(unit) is not int or not 1 <= unit <= batch_size or batch_size % unit:
         raise ValueError(f"unit must divide batch_size {batch_size}, got {unit!r}")
-    if ahead is not None:
-        check_whole("ahead", ahead, 0)
+    check_choice("skips", skips, True, False)
 
 
 @dataclass(frozen=True)
