@@ -1,5 +1,4 @@
 import threading
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,7 +113,7 @@ def test_what_another_thread_reads_is_waited_for_on_the_device_of_the_columns(mo
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     where = torch.device("cuda:1")
-    loan = sliced_mean._Loan({0: SimpleNamespace(device=where, is_cuda=True)})
-    loan.end(None)
+    loan = sliced_mean._Loan(where)
+    loan.end()
     loan.wait()
     assert recorded == [where] and [device for device, _ in waited] == [where]
