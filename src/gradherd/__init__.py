@@ -4,10 +4,7 @@ Every name is imported when it is first used. Importing torch takes seconds, and
 imports this package before it knows whether its command needs any of them.
 """
 
-# Underscores keep these out of what `gradherd.` offers.
-from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
-from typing import Any as _Any
 
 from gradherd.lazy import lazy_names
 
@@ -40,13 +37,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_find, __all__ = lazy_names(__name__)
-_ROOMS = ("comm", "ordering", "rows", "sparsify")
-"""Subpackages that `import gradherd` offers as attributes."""
-
-
-def __getattr__(name: str) -> _Any:
-    return _import_module(f"gradherd.{name}") if name in _ROOMS else _find(name)
+__getattr__, __all__ = lazy_names(__name__)
 
 
 def __dir__() -> list[str]:

@@ -32,10 +32,6 @@ class FlatSpec:
     whole: int = 0
     """How many elements at the end are always sent whole, where the others are sparsified."""
 
-    def __post_init__(self) -> None:
-        if len(self.names) != len(self.shapes):
-            raise ValueError(f"got {len(self.names)} names for {len(self.shapes)} shapes")
-
     @classmethod
     def of(cls, model: nn.Module, only: Container[nn.Parameter] | None = None) -> "FlatSpec":
         """Return the layout of the parameters of `model` that require a gradient.

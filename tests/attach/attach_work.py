@@ -24,9 +24,10 @@ from gradherd.comm.script import RankRunner
 from gradherd.comm.sliced_mean import SlicedMean
 from gradherd.hooks import coordinated_hook
 from gradherd.hooks.layouts import BucketSpan, ColumnLayout
-from gradherd.ordering import Ordering, coordination
+from gradherd.ordering import coordination
 from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import RowGatherer
+from gradherd.ordering.ordering import Ordering
 from tests.ordering.helpers import lists, through_disk
 
 

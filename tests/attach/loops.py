@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from gradherd import ExactRows, OrderedSampler, attach
 from gradherd.lab.ranks import run_ranks
-from gradherd.ordering import Ordering
+from gradherd.ordering.ordering import Ordering
 
 DIM, CLASSES, EPOCHS = 5, 3, 3
 EVENTS = ["train"] * 6 + ["skip", "raise", "forward only", "look", "again", "overflow"]

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
 from gradherd.lab.ranks import run_ranks
-from gradherd.ordering.bounds import herding_bound
+from gradherd.ordering.bounds import parallel_herding_bound
 from tests.rows.reference import loop_over_examples
 
 NORMS = {f"herd/row_norm_{level}" for level in ("p10", "p50", "p90")}
@@ -81,7 +81,9 @@ def test_the_herding_bound_is_that_of_the_rows_of_the_epoch(rows, monkeypatch):
     rows_of_epoch = torch.cat(seen)
     assert len(rows_of_epoch) == 24
     bound = herd.scalars(rows=True)["herd/herding_bound"]
-    assert bound == pytest.approx(herding_bound(rows_of_epoch, torch.arange(24)), rel=1e-5)
+    assert bound == pytest.approx(
+        parallel_herding_bound([rows_of_epoch], [torch.arange(24)]), rel=1e-5
+    )
     herd.detach()
 
 
@@ -135,7 +137,7 @@ def test_prefix_sums_of_long_epochs_and_rows_are_a_lower_bound(monkeypatch):
     kept = centred[4::5][:, torch.arange(7) * 20 // 7]
     sums.end(complete=True)
     assert float(sums.last) == pytest.approx(float(kept.abs().max()))
-    assert float(sums.last) <= herding_bound(rows, torch.arange(23)) + 1e-9
+    assert float(sums.last) <= parallel_herding_bound([rows], [torch.arange(23)]) + 1e-9
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -5,13 +5,9 @@ import copy
 import pytest
 import torch
 
-from gradherd.ordering import (
-    POLICIES,
-    SIGN_RULES,
-    Ordering,
-    make_policy,
-    parallel_herding_bound,
-)
+from gradherd.ordering.bounds import parallel_herding_bound
+from gradherd.ordering.ordering import Ordering
+from gradherd.ordering.registry import POLICIES, SIGN_RULES, make_policy
 from gradherd.replay.recorded import random_vectors, replay_order
 from studies.methods import ORDERS
 from tests.ordering.helpers import is_permutation, lists, same, show, through_disk

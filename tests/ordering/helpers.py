@@ -5,7 +5,8 @@ import io
 import numpy as np
 import torch
 
-from gradherd.ordering import Ordering, make_policy
+from gradherd.ordering.ordering import Ordering
+from gradherd.ordering.registry import make_policy
 
 BALANCING = ("grab", "pair-grab", "id-grab", "id-pair-grab", "cd-grab")
 RULES = ("greedy", "walk", "kernel")

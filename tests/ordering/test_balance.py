@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from gradherd.comm.script import run, run_together
 from gradherd.comm.world import World
-from gradherd.ordering import SIGN_RULES, CDGraB, Greedy, Kernel, Walk
 from gradherd.ordering import balance as forms
 from gradherd.ordering.balance import Unsigned, blocks, reorder, sum_over_shards
+from gradherd.ordering.pair_grab import CDGraB
 from gradherd.ordering.policy import ShardedRows, SignState
 from gradherd.ordering.random import SeededRandom
+from gradherd.ordering.registry import SIGN_RULES
+from gradherd.ordering.sign_rules import Greedy, Kernel, Walk
 from tests.ordering import reference
 from tests.ordering.helpers import begun, lists, make, same, visited, whole_vectors
 

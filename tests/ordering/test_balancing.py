@@ -6,9 +6,13 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gradherd.ordering import GraB, Kernel, Ordering, PairGraB, Walk, device_signs
-from gradherd.ordering import parallel_herding_bound as bound
+from gradherd.ordering import device_signs
+from gradherd.ordering.bounds import parallel_herding_bound as bound
+from gradherd.ordering.grab import GraB
+from gradherd.ordering.ordering import Ordering
+from gradherd.ordering.pair_grab import PairGraB
 from gradherd.ordering.random import SeededRandom
+from gradherd.ordering.sign_rules import Kernel, Walk
 from tests.ordering import reference
 from tests.ordering.helpers import (
     BALANCING,

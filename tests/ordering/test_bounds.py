@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradherd.ordering import herding_bound, parallel_herding_bound
+from gradherd.ordering.bounds import parallel_herding_bound
 from tests.ordering import reference
 
 seeds = st.integers(0, 2**31)
@@ -29,7 +29,9 @@ def test_bound_is_that_of_the_loop(seed, sizes):
 def test_one_worker(seed, size):
     (vectors,), (order,) = drawn(seed, [size])
     expected = reference.herding([vectors.numpy()], [order.tolist()])
-    assert herding_bound(vectors, order) == pytest.approx(expected, rel=1e-12, abs=1e-13)
+    assert parallel_herding_bound([vectors], [order]) == pytest.approx(
+        expected, rel=1e-12, abs=1e-13
+    )
 
 
 def test_a_tensor_of_all_workers_will_do():
@@ -50,12 +52,12 @@ def test_a_million_half_precision_summands_are_added_exactly():
     # Alternating +1, -1: in float16 sums beyond 2048 would stand still.
     vectors = torch.ones(5000, 1, dtype=torch.float16)
     vectors[2500:] = -1
-    assert herding_bound(vectors, torch.arange(5000)) == 2500.0
+    assert parallel_herding_bound([vectors], [torch.arange(5000)]) == 2500.0
 
 
 def test_the_worst_column_counts():
     vectors = torch.tensor([[1.0, 5.0], [-1.0, -5.0]])
-    assert herding_bound(vectors, torch.tensor([1, 0])) == 5.0
+    assert parallel_herding_bound([vectors], [torch.tensor([1, 0])]) == 5.0
 
 
 def test_no_units_no_bound():

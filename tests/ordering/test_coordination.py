@@ -5,9 +5,9 @@ from gradherd import CDGraB, OrderedSampler, World
 from gradherd.comm.script import RankRunner, SharedRunner, run_together
 from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.lab.ranks import run_ranks
-from gradherd.ordering import Ordering
 from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import RowGatherer, observe_gathered, observe_slices
+from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import ShardedRows
 from gradherd.ordering.registry import make_policy
 from tests.attach import attach_work

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gradherd.ordering import make_policy
+from gradherd.ordering.registry import make_policy
 from gradherd.replay.recorded import random_vectors, replay_order
 from tests.ordering import reference
 from tests.ordering.helpers import lists, make, show, visited

@@ -9,7 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradherd.ordering import POLICIES, GraB, Ordering, PairGraB, Walk, make_policy
+from gradherd.ordering.grab import GraB
+from gradherd.ordering.ordering import Ordering
+from gradherd.ordering.pair_grab import PairGraB
+from gradherd.ordering.registry import POLICIES, make_policy
+from gradherd.ordering.sign_rules import Walk
 from tests.ordering.helpers import (
     BALANCING,
     RULES,

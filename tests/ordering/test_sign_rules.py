@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradherd.ordering import SIGN_RULES, Greedy, Kernel, Walk
+from gradherd.ordering.registry import SIGN_RULES
+from gradherd.ordering.sign_rules import Greedy, Kernel, Walk
 from tests.ordering import reference
 
 CHEAP = settings(max_examples=80, deadline=None)

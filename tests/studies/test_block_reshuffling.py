@@ -2,7 +2,7 @@
 
 import pytest
 
-from gradherd.ordering import Ordering
+from gradherd.ordering.ordering import Ordering
 from studies.methods.block_reshuffling import BlockReshuffling
 from tests.ordering.helpers import lists
 

@@ -11,7 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import gradherd as gh
 from gradherd.comm.script import run_together
 from gradherd.lab.ranks import run_ranks
-from gradherd.ordering import CDGraB, Ordering, parallel_herding_bound
+from gradherd.ordering.bounds import parallel_herding_bound
+from gradherd.ordering.ordering import Ordering
+from gradherd.ordering.pair_grab import CDGraB
 from gradherd.ordering.policy import ShardedRows
 from studies.methods.live import CDGraBLive
 from tests.ordering.helpers import lists, visited, whole_vectors

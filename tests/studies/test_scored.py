@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gradherd import OrderedSampler, World
 from gradherd.comm.script import run_together
-from gradherd.ordering import Ordering
+from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import ShardedRows
 from studies.methods.scored import (
     Curriculum,

@@ -17,19 +17,6 @@ from gradherd.ordering.policy import Rows, ShardedRows
 _PREFIXES, _COLUMNS = 512, 4096
 
 
-def herding_bound(vectors: Tensor, order: Tensor) -> float:
-    """Return the largest |sum of (vector - mean)|, in the maximum norm, over all prefixes.
-
-    `vectors` are (N, D) by unit id, `order` has (N,) unit ids. Without vectors it is 0.
-
-    >>> herding_bound(torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]), torch.tensor([0, 1, 2, 3]))
-    2.0
-    >>> herding_bound(torch.tensor([[1.0], [1.0], [-1.0], [-1.0]]), torch.tensor([0, 2, 1, 3]))
-    1.0
-    """
-    return parallel_herding_bound([vectors], [order])
-
-
 def parallel_herding_bound(vectors: Sequence[Tensor], orders: Sequence[Tensor]) -> float:
     """Return the herding bound of all workers together.
 

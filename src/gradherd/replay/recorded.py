@@ -9,7 +9,7 @@ Letters: M or R workers, N units of a worker, D elements, T steps.
 
 import contextlib
 import shutil
-import tokenize
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def open_array(path: Path, axes: tuple[str, ...]) -> NDArray[np.number]:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise ValueError(f"{name}: no such file") from None
-    except _BAD_HEADER as error:
+    except Exception as error:  # numpy reads the header as a Python literal: many kinds
         reason = printable(str(error), 200) or type(error).__name__
         if "objects" in reason:  # numpy speaks of dtypes and memory maps
             reason = "it holds Python objects"
@@ -76,13 +76,6 @@ def open_array(path: Path, axes: tuple[str, ...]) -> NDArray[np.number]:
             f"{name}: array of shape {array.shape} is empty; every axis needs at least one entry"
         )
     return array
-
-
-# numpy parses the header as a Python literal and checks shape and dtype in many places.
-_BAD_HEADER = (
-    *(ValueError, OSError, EOFError, TypeError, KeyError, SyntaxError, OverflowError),
-    *(RecursionError, MemoryError, tokenize.TokenError),
-)
 
 
 # Vectors given to a policy at once: enough to hide call overhead, few enough for the cache.
@@ -217,18 +210,27 @@ def replay_sparsify(
     dtype = torch.float64 if gradients.dtype.itemsize > 4 else torch.float32
     virtual = VirtualWorkers(settings, dim, workers, dtype=dtype)
     metrics = []
-    with _writer(out, (steps, dim), dtype) as write:
+    with _drafts(out) as folder:
+        means = None
+        if folder is not None:  # mapped: it may be larger than memory
+            means = np.lib.format.open_memmap(
+                folder / "mean.npy",
+                mode="w+",
+                dtype=str(dtype).removeprefix("torch."),
+                shape=(steps, dim),
+            )
         for step in range(steps):
             mean = virtual.step(_step(gradients, step, dtype))
             if not bool(mean.isfinite().all()):
                 raise ValueError(
                     f"step {step}: the sum over workers overflows; scale the values down"
                 )
-            write(step, mean)
+            if means is not None:
+                means[step] = mean.numpy()
             metrics.append(virtual.metrics)
             progress()
-        if out is not None:
-            _save(out / "residual.npy", virtual.residuals().numpy())
+        if folder is not None:
+            np.save(folder / "residual.npy", virtual.residuals().numpy())
     return metrics
 
 
@@ -246,12 +248,10 @@ def _step(gradients: NDArray[np.number], step: int, dtype: torch.dtype) -> Tenso
 
 
 @contextlib.contextmanager
-def _writer(
-    out: Path | None, shape: tuple[int, int], dtype: torch.dtype
-) -> Iterator[Callable[[int, Tensor], None]]:
-    """Yield a function that writes one row of mean.npy; the file appears once all are written."""
+def _drafts(out: Path | None) -> Iterator[Path | None]:
+    """Yield a folder whose files move to `out` once all are written, and are gone otherwise."""
     if out is None:
-        yield lambda step, mean: None
+        yield None
         return
     created = not out.exists()
     try:
@@ -260,29 +260,12 @@ def _writer(
         raise ValueError(
             f"{out} cannot be used as a folder for results: {error.strerror}"
         ) from None
-    draft = out / "mean.npy.part"
-    kind = np.float64 if dtype == torch.float64 else np.float32
     try:
-        rows = np.lib.format.open_memmap(draft, mode="w+", dtype=kind, shape=shape)
-
-        def write(step: int, mean: Tensor) -> None:
-            rows[step] = mean.numpy()
-
-        yield write
-        rows.flush()
-        draft.replace(out / "mean.npy")
+        with tempfile.TemporaryDirectory(dir=out) as folder:
+            yield Path(folder)
+            for draft in Path(folder).iterdir():
+                draft.replace(out / draft.name)
     except BaseException:
-        draft.unlink(missing_ok=True)
         if created:
             shutil.rmtree(out)
         raise
-
-
-def _save(path: Path, array: NDArray[np.number]) -> None:
-    draft = path.with_suffix(".npy.part")
-    try:
-        with draft.open("wb") as file:
-            np.save(file, array)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
