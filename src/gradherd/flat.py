@@ -6,7 +6,7 @@ Shapes: D elements of all trainable parameters together.
 """
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -33,18 +33,9 @@ class FlatSpec:
     """How many elements at the end are always sent whole, where the others are sparsified."""
 
     @classmethod
-    def of(cls, model: nn.Module, only: Container[nn.Parameter] | None = None) -> "FlatSpec":
-        """Return the layout of the parameters of `model` that require a gradient.
-
-        Args:
-            model: The model.
-            only: The parameters to take; None takes all.
-        """
-        named = [
-            (name, p)
-            for name, p in model.named_parameters()
-            if p.requires_grad and (only is None or p in only)
-        ]
+    def of(cls, model: nn.Module) -> "FlatSpec":
+        """Return the layout of the parameters of `model` that require a gradient."""
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         return cls(tuple(name for name, _ in named), tuple(tuple(p.shape) for _, p in named))
 
     @classmethod

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import Tensor
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from gradherd.comm.checks import BrokenBatches, check_choice, check_state, check_whole
 from gradherd.comm.script import Script
@@ -27,7 +27,7 @@ from gradherd.ordering.batches import (
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy, Rows
 from gradherd.ordering.registry import find_policy
-from gradherd.ordering.sharding import UnitSharding, check_sampling, stripe
+from gradherd.ordering.sharding import UnitSharding, stripe
 
 
 class Feeder:
@@ -117,11 +117,20 @@ class OrderedSampler(DistributedSampler[Any]):
             skips: Whether the loop may skip batches before its first forward. Without it, several
                 batches that arrive before are refused: they may have been fetched ahead.
         """
-        check_sampling(dataset, batch_size, unit, seed, skips)
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"dataset must be map-style, with a length, got {type(dataset).__name__}: a stream "
+                "cannot be reordered"
+            )
+        check_whole("batch_size", batch_size, 1)
+        check_whole("seed", seed, 0)
+        if type(unit) is not int or not 1 <= unit <= batch_size or batch_size % unit:
+            raise ValueError(f"unit must divide batch_size {batch_size}, got {unit!r}")
+        check_choice("skips", skips, True, False)
         world = World.detect() if world is None else world
         if not isinstance(world, World):
             raise ValueError(f"world must be World(rank=0, size=4) or None, got {world!r}")
-        self.sharding = UnitSharding(len(dataset), unit, world.size, drop_last)  # type: ignore[arg-type]
+        self.sharding = UnitSharding(len(dataset), unit, world.size, drop_last)
         super().__init__(
             dataset,
             num_replicas=world.size,

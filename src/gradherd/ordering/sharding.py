@@ -19,23 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
 
-from gradherd.comm.checks import check_choice, check_whole
-
-
-def check_sampling(dataset: object, batch_size: int, unit: int, seed: int, skips: bool) -> None:
-    """Raise ValueError if a sampler cannot be made with these arguments."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise ValueError(
-            f"dataset must be map-style, with a length, got {type(dataset).__name__}: a stream "
-            "cannot be reordered"
-        )
-    check_whole("batch_size", batch_size, 1)
-    check_whole("seed", seed, 0)
-    if type(unit) is not int or not 1 <= unit <= batch_size or batch_size % unit:
-        raise ValueError(f"unit must divide batch_size {batch_size}, got {unit!r}")
-    check_choice("skips", skips, True, False)
+from gradherd.comm.checks import check_choice
 
 
 @dataclass(frozen=True)
