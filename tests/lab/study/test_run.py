@@ -89,13 +89,13 @@ def test_batches_are_made_in_other_processes_and_one_that_fails_stops_no_other()
 
 
 def test_a_process_that_dies_is_told_of():
-    with pytest.raises(ProcessDied, match="2 of 2 batches are not done; fewer than 2 --jobs"):
-        list(run_parallel(dies, [[piece(0)], [piece(1)]], WHERE, 2))
+    with pytest.raises(ProcessDied, match="2 of 2 batches are not done; fewer than 1 --jobs"):
+        list(run_parallel(dies, [[piece(0)], [piece(1)]], WHERE, 1))
 
 
 def test_an_error_that_cannot_be_sent_is_told_in_its_words():
     with pytest.raises(RuntimeError, match="Odd: bad labels, in row 7") as told:
-        list(run_parallel(fails_oddly, [[piece(0)], [piece(1)]], WHERE, 2))
+        list(run_parallel(fails_oddly, [[piece(0)]], WHERE, 1))
     assert not isinstance(told.value, ProcessDied)  # No process was killed.
 
 
