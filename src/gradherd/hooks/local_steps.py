@@ -32,7 +32,7 @@ from gradherd.hooks.exchange import ModelExchange
 from gradherd.hooks.fsdp_checks import ShardedWorlds
 from gradherd.hooks.fsdp_torch import fsdp_modules
 from gradherd.hooks.torch_names import copy_all
-from gradherd.sparsify.local import LocalSteps, OuterOptimizer, mean_of_buffers
+from gradherd.sparsify.local import LocalSteps, OuterOptimizer, average_buffers
 from gradherd.sparsify.selecting import Outcome
 
 log = logging.getLogger("gradherd")
@@ -237,9 +237,9 @@ class LocalExchange(ModelExchange):
             # Ranks that have lost count of their steps would take one message for another.
             together = bool((positions == positions[0]).all())
             outcome, sent = run(self._worker.script(), self._channel) if together else (None, 0)
-            rows, more = None, 0
+            averaged, more = None, 0
             if outcome is not None and buffers is not None:
-                rows, more = all_gather(buffers, self._channel)
+                averaged, more = run(average_buffers(buffers, self._channel.size), self._channel)
         except RuntimeError as error:
             reason = getattr(error, "reason", " ".join(str(error).split()))
             raise RuntimeError(
@@ -252,7 +252,7 @@ class LocalExchange(ModelExchange):
                 "ranks have taken different numbers of steps, or not all of them have called "
                 f"sync(): [steps, sync()] of each rank are {positions.tolist()}"
             )
-        return outcome, None if rows is None else mean_of_buffers(rows), sent + compared + more
+        return outcome, averaged, sent + compared + more
 
     @torch.no_grad()
     def _apply(self) -> None:

@@ -37,7 +37,7 @@ from gradherd.lab.train.optimizers import (
     sparse_settings,
 )
 from gradherd.lab.train.trainer import EpochCounters
-from gradherd.sparsify.local import OuterOptimizer, mean_of_buffers
+from gradherd.sparsify.local import OuterOptimizer, average_buffers
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 
@@ -242,9 +242,9 @@ class LocalModels(VirtualExchange):
         rows = [flat for flat in read if flat is not None]
         if not rows:
             return mean, None
-        buffers = mean_of_buffers(torch.stack(rows))
-        counters.bytes += all_gather_bytes(buffers, size)
-        return mean, buffers
+        averaged = run_together([average_buffers(row, size) for row in rows])[0]
+        counters.bytes += averaged.bytes
+        return mean, averaged.value
 
     def _go_on_alone(self) -> None:
         """Put workers whose weights are not finite back to the shared ones, as real ranks do."""
