@@ -4,9 +4,10 @@ The figures are those of the records in `benchmarks/results`, which an installed
 have; tests compare them.
 """
 
+import csv
 import math
-import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 
@@ -48,65 +49,35 @@ MODELS = {
 """Models whose step was timed, by name."""
 
 
-_STUDIES = {
-    "local-steps-mlp": "an MLP on digits, learning rate tuned",
-    "scarce": "LeNet on CIFAR-10, 6 epochs",
-    "together-cnn": "LeNet on CIFAR-10, 10 epochs",
-    "resnet18": "ResNet-18 on CIFAR-10, 8 epochs",
-    "resnet18-long": "ResNet-18 on CIFAR-10, 60 epochs",
-    "sst2": "a small transformer on SST-2 with AdamW",
-    "gpt2-sparse": "GPT-2 of 11 M parameters on WikiText-2, AdamW, 10 epochs",
-    "2026-11-18-few-bytes-h200":
-        "GPT-2 of 11 M parameters on WikiText-2, AdamW, best of 10 epochs",
-    "2026-11-18-few-bytes-bytes-h200":
-        "GPT-2 of 32 M parameters on the bytes of WikiText-2, AdamW, 1,977 steps",
-}  # fmt: skip
-"""Folder of `benchmarks/results`, or a file there without ".json" -> what was trained."""
-_TASKS, _OUTER = "2026-11-18-few-bytes-tasks-h200", ":outer_lr=0.8:outer_momentum=0.6"
-"""A file of several tasks, and the outer step of 16 local steps in the names of its arms."""
 _LEVEL = {"accuracy": 1.0, "perplexity": 5.0}
 """Points of accuracy, or percent of perplexity: less is level with dense."""
 
 
 @dataclass(frozen=True)
 class AccuracyRecord:
-    """The accuracy of a run with few bytes and of the dense run beside it."""
+    """The accuracy of a run with few bytes and of the dense run beside it: a line of the table."""
 
-    study: str
-    """A key of `_STUDIES`, or `_TASKS`."""
+    task: str
+    """What was trained, in words."""
     method: str
     """topk, exdyna, powersgd or local."""
     density: float
     """Share of the coordinates that were sent; PowerSGD: of a dense exchange's bytes."""
-    arm: str
-    """A file in the folder of the study, or an arm in its file; the dense run is in `against`. In
-    `_TASKS` the study with the same task is before it, as in scarce/local-4."""
+    every: int
+    """Steps from one exchange to the next."""
+    metric: Literal["accuracy", "perplexity"]
+    """What `dense` and `sparse` are: accuracy in percent, or perplexity."""
+    epoch: Literal["last", "best"]
+    """Which epoch they are of."""
     dense: float
     sparse: float
     seeds: int
-    against: str = "dense"
-
-    @property
-    def task(self) -> str:
-        """What was trained, in words."""
-        without = ", without momentum" * self.arm.endswith("without-momentum")
-        study = self.arm.partition("/")[0] if self.study == _TASKS else self.study
-        return _STUDIES[study] + without
-
-    @property
-    def metric(self) -> Literal["accuracy", "perplexity"]:
-        """What `dense` and `sparse` are: accuracy in percent, or perplexity."""
-        return "perplexity" if "GPT-2" in self.task else "accuracy"
-
-    @property
-    def epoch(self) -> Literal["last", "best"]:
-        """Which epoch they are of."""
-        return "best" if "best of" in self.task else "last"
-
-    @property
-    def every(self) -> int:
-        """Steps from one exchange to the next."""
-        return int(re.findall(r"local-(\d+)", self.arm)[0]) if self.method == "local" else 1
+    study: str
+    """A folder of `benchmarks/results`, or a file there without ".json"."""
+    arm: str
+    """A file in the folder of the study, or an arm in its file."""
+    against: str
+    """The dense run, in the same way."""
 
     @property
     def lost(self) -> float:
@@ -121,40 +92,17 @@ class AccuracyRecord:
         return self.lost / _LEVEL[self.metric]
 
 
-ACCURACY = tuple(
-    AccuracyRecord(*row)
-    for row in (
-        ("local-steps-mlp", "exdyna", 0.001, "exdyna-0.001_momentum-0_lr-0.3", 98.3, 97.9, 3,
-         "dense_lr-0.05"),
-        ("scarce", "exdyna", 0.001, "exdyna-0.001_without-momentum", 56.8, 52, 3),
-        ("scarce", "powersgd", 0.01, "powersgd-0.01", 56.8, 55.9, 3),
-        ("scarce", "exdyna", 0.01, "exdyna-0.01_without-momentum", 56.8, 54.2, 3),
-        ("resnet18", "exdyna", 0.001, "exdyna-0.001", 80.4, 30.7, 3),
-        ("resnet18", "topk", 0.001, "topk-0.001", 80.4, 62.9, 3),
-        ("resnet18-long", "exdyna", 0.001, "exdyna-0.001_without-momentum", 93.3, 92.1, 3),
-        ("resnet18-long", "exdyna", 0.01, "exdyna-0.01_without-momentum", 93.3, 93.0, 3),
-        ("resnet18-long", "topk", 0.001, "topk-0.001", 93.3, 92.3, 3),
-        ("gpt2-sparse", "exdyna", 0.001, "exdyna-0.001", 58.87, 140.1, 3),
-        ("gpt2-sparse", "topk", 0.001, "topk-0.001", 59.12, 70.4, 2),
-        ("gpt2-sparse", "exdyna", 0.01, "exdyna-0.01", 58.87, 73.13, 3),
-        ("2026-11-18-few-bytes-h200", "local", 1.0, "local-2", 55.57, 56.49, 3),
-        ("2026-11-18-few-bytes-h200", "local", 1.0, "local-4", 55.57, 56.51, 3),
-        ("2026-11-18-few-bytes-h200", "local", 1.0, "local-8", 55.57, 58.72, 3),
-        ("2026-11-18-few-bytes-h200", "local", 1.0, "local-16", 55.57, 61.77, 3),
-        ("2026-11-18-few-bytes-h200", "powersgd", 0.012, "powersgd", 55.57, 71.33, 1),
-        ("2026-11-18-few-bytes-bytes-h200", "local", 1.0, "local-4:lr=7e-4", 2.96, 3.18, 1),
-        ("2026-11-18-few-bytes-bytes-h200", "local", 1.0, "local-8", 2.96, 3.479, 1),
-        (_TASKS, "local", 1.0, "scarce/local-4", 56.8, 58.35, 3),
-        (_TASKS, "local", 1.0, f"scarce/local-16:lr=0.0025{_OUTER}", 56.8, 55.01, 3),
-        (_TASKS, "local", 1.0, "sst2/local-4:lr=8.5e-4", 77.6, 78.29, 3),
-        (_TASKS, "local", 1.0, f"sst2/local-16:lr=4.2e-4{_OUTER}", 77.6, 77.98, 3),
-        ("sst2", "exdyna", 0.01, "exdyna-0.01", 77.6, 78.1, 3),
-        ("sst2", "topk", 0.01, "topk-0.01", 77.6, 77.6, 3),
-        ("sst2", "powersgd", 0.01, "powersgd-0.01", 77.6, 77.5, 3),
-        ("together-cnn", "topk", 0.01, "d-rr_topk-0.01", 53.5, 51.4, 3, "d-rr_dense"),
-    )
-)  # fmt: skip
-"""Every task at the best setting that was tried there."""
+def _read_table() -> tuple[AccuracyRecord, ...]:
+    numbers = {"density": float, "every": int, "dense": float, "sparse": float, "seeds": int}
+    with Path(__file__).with_name("accuracy.csv").open(encoding="utf-8", newline="") as table:
+        return tuple(
+            AccuracyRecord(**{key: numbers.get(key, str)(cell) for key, cell in row.items()})
+            for row in csv.DictReader(table)
+        )
+
+
+ACCURACY = _read_table()
+"""`accuracy.csv`: every task at the best setting that was tried there."""
 
 
 def accuracy_records(exchange: str, density: float) -> list[AccuracyRecord]:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.comm.collectives import all_gather_bytes
+from gradherd.comm.script import run_together
 from gradherd.comm.sliced_mean import mean_bytes, mean_of_rows
 from gradherd.flat import FlatSpec
 from gradherd.hooks.local_steps import MAX_CALLED_OFF, FlatWeights
