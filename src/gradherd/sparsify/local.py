@@ -88,8 +88,8 @@ class LocalSteps:
     """At least how many times fewer bytes than a dense exchange in float32, from 16 to 1,000; with
     `steps`, within a few percent of it. Only what one bit is sent of is counted: parameters below
     `dense_below` take 16 bits an element, and buffers 32, which is 3 % more for a ResNet-18 on 8
-    ranks (`fewer=500` sends 498 times fewer). It sets `every`, `values` and the outer step to what lost
-    least (`benchmarks/few_bytes.py`)."""
+    ranks (`fewer=500` sends 498 times fewer). It sets `every`, `values` and the outer step to
+    what lost least (`benchmarks/few_bytes.py`)."""
     steps: InitVar[int | None] = None
     """Steps of the optimizer in the whole run, for `fewer`."""
 

@@ -4,7 +4,6 @@ Letters: D coordinates, R workers, K values.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,49 +15,6 @@ from gradherd.gpu import has_triton
 from gradherd.sparsify.message_sizes import VALUE_BITS, ValueFormat, fits_one_round, value_bytes
 from gradherd.sparsify.packing import decode_values, encode_values
 from gradherd.sparsify.selector import StepContext
-
-
-@dataclass(frozen=True)
-class ValueCodec:
-    """How values of one kind are written: in few bits, or in a dtype.
-
-    Biases and scales of norms, which are always sent, are few and matter much: bf16 costs little
-    there. Besides, they were not selected for being large, so levels would fit them badly.
-    """
-
-    bits: int
-    """Bits of each value; 0 if they are written in a dtype."""
-    wire: torch.dtype
-    """That dtype."""
-    dtype: torch.dtype
-    """Dtype of the values."""
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether values are read as they were written."""
-        return not self.bits and self.wire == self.dtype
-
-    def bytes(self, count: int) -> int:
-        """Return the bytes of a message of `count` values."""
-        return value_bytes(count, self.bits) if self.bits else count * self.wire.itemsize
-
-    def encode(self, values: Tensor) -> Tensor:
-        """Write (..., n) values; those beyond the range of a dtype are clamped."""
-        if self.bits:
-            return encode_values(values, self.bits)
-        if self.is_exact:
-            return values
-        limit = torch.finfo(self.wire).max
-        return values.clamp(-limit, limit).to(self.wire)
-
-    def decode(self, message: Tensor, count: int) -> Tensor:
-        """Return the (..., count) values that `encode` wrote."""
-        if self.bits:
-            return decode_values(message, count, self.bits, self.dtype)
-        return message.to(self.dtype)
-
-
-# --- Sums --------------------------------------------------------------------------------------
 
 
 class ValueSums(NamedTuple):
@@ -102,17 +58,17 @@ def sum_values(
     if context.size == 1 or not len(values):
         return ValueSums(values, None)
     kinds = _kinds_of(values, always, context, form)
-    is_exact = all(kind.codec.is_exact for kind in kinds)
+    is_exact = all(kind.is_exact for kind in kinds)
     total = torch.empty_like(values)
     if _fits_one_round(kinds, values, context.size, dim):
-        messages = [kind.codec.encode(values[kind.span]) for kind in kinds]
+        messages = [kind.written(values[kind.span]) for kind in kinds]
         gathered: Tensor = yield AllGather(_joined(messages))
         left = None if is_exact else values.clone()
         for kind, own, pieces in zip(kinds, messages, _apart(gathered, messages), strict=True):
-            total[kind.span] = _sum_in_order(kind.codec.decode(pieces, kind.count))
+            total[kind.span] = _sum_in_order(kind.read(pieces, kind.count))
             if left is not None:
                 # Decoded as the others do: what differs from the values has not been sent.
-                left[kind.span] -= kind.codec.decode(own, kind.count)
+                left[kind.span] -= kind.read(own, kind.count)
         return ValueSums(total, left)
     left = torch.empty_like(values) if owner_error is None else values
     lost = _owner_zeros(kinds, values) if owner_error is None else owner_error.clone()
@@ -140,7 +96,7 @@ def no_owner_error(values: Tensor, always: int, size: int, form: ValueFormat) ->
     None if nobody rounds a slice of the sum; the other arguments are those of `sum_values`.
     """
     kinds = _kinds_of(values, always, StepContext(0, 0, size), form)
-    is_exact = all(kind.codec.is_exact for kind in kinds)
+    is_exact = all(kind.is_exact for kind in kinds)
     if size == 1 or is_exact or _fits_one_round(kinds, values, size, len(values)):
         return None
     return _owner_zeros(kinds, values)
@@ -157,14 +113,29 @@ def owned_spans(
 class _SlicedValues:
     """The values of one kind in a sum; in two rounds, cut into a slice for each worker.
 
+    They are written in few bits, or in a dtype. Biases and scales of norms, which are always sent,
+    are few and matter much: bf16 costs little there. Besides, they were not selected for being
+    large, so levels would fit them badly.
+
     Two rounds round twice: each worker's values for the owners of slices, and their sum for all.
     The values are `count` from `begin` on; the owner's error of their slice begins at `at`.
     """
 
     def __init__(
-        self, codec: ValueCodec, context: StepContext, begin: int, count: int, at: int
+        self,
+        values: Tensor,
+        context: StepContext,
+        begin: int,
+        count: int,
+        at: int,
+        *,
+        bits: int,
+        wire: torch.dtype,
     ) -> None:
-        self.codec, self.count, self._size = codec, count, context.size
+        self._bits, self._wire, self._dtype = bits, wire, values.dtype
+        self.is_exact = not bits and wire == values.dtype
+        """Whether values are read as they were written."""
+        self.count, self._size = count, context.size
         self._length = length = -(-count // context.size)  # of a slice
         self.span, self.at = slice(begin, begin + count), slice(at, at + length)
         """Where these values are, and the owner's error of this worker's slice."""
@@ -174,41 +145,60 @@ class _SlicedValues:
         self.owned_at = slice(at, at + self._real)
         """Where the values of the own slice are, and their error."""
 
+    def bytes(self, count: int) -> int:
+        """Return the bytes of a message of `count` values."""
+        return value_bytes(count, self._bits) if self._bits else count * self._wire.itemsize
+
+    def written(self, values: Tensor) -> Tensor:
+        """Return the message of (..., n) values; those beyond the range of a dtype are clamped."""
+        if self._bits:
+            return encode_values(values, self._bits)
+        if self.is_exact:
+            return values
+        limit = torch.finfo(self._wire).max
+        return values.clamp(-limit, limit).to(self._wire)
+
+    def read(self, message: Tensor, count: int) -> Tensor:
+        """Return the (..., count) values of a message."""
+        if self._bits:
+            return decode_values(message, count, self._bits, self._dtype)
+        return message.to(self._dtype)
+
     def encode(self, values: Tensor, left: Tensor) -> Tensor:
         """Round (n,) values into (R, bytes) messages; leave what that takes in `left`."""
         rows = F.pad(values, (0, self._size * self._length - len(values)))
-        message = self.codec.encode(rows.view(self._size, self._length))
-        if not self.codec.is_exact:
-            sent = self.codec.decode(message, self._length).reshape(-1)
+        message = self.written(rows.view(self._size, self._length))
+        if not self.is_exact:
+            sent = self.read(message, self._length).reshape(-1)
             torch.sub(values, sent[: len(values)], out=left)
         return message
 
     def encode_sum(self, received: Tensor, lost: Tensor) -> Tensor:
         """Round the sum of (R, bytes) messages and `lost` for all; leave the error in `lost`."""
-        total = _sum_in_order(self.codec.decode(received, self._length)).add_(lost)
+        total = _sum_in_order(self.read(received, self._length)).add_(lost)
         total[self._real :] = 0  # Signs make something of padding.
-        message = self.codec.encode(total)
-        if not self.codec.is_exact:
-            torch.sub(total, self.codec.decode(message, self._length), out=lost)
+        message = self.written(total)
+        if not self.is_exact:
+            torch.sub(total, self.read(message, self._length), out=lost)
             lost[self._real :] = 0
         return message
 
     def decode(self, messages: Tensor, out: Tensor) -> None:
         """Write the values of all slices, (R, bytes), to `out`."""
-        out.copy_(self.codec.decode(messages, self._length).reshape(-1)[: len(out)])
+        out.copy_(self.read(messages, self._length).reshape(-1)[: len(out)])
 
 
 class _SlicedSigns(_SlicedValues):
     """One bit for each float32 on a GPU: each rounding is a kernel that reads values once."""
 
     def encode(self, values: Tensor, left: Tensor) -> Tensor:
-        shape = (self._size, self.codec.bytes(self._length))
+        shape = (self._size, self.bytes(self._length))
         message = values.new_empty(shape, dtype=torch.uint8)
         _sign_kernels().encode_signs(values, self._length, message, left)
         return message
 
     def encode_sum(self, received: Tensor, lost: Tensor) -> Tensor:
-        message = received.new_empty(self.codec.bytes(self._length))
+        message = received.new_empty(self.bytes(self._length))
         _sign_kernels().encode_sign_sums(received, self._real, message, lost)
         return message
 
@@ -233,11 +223,11 @@ def _kinds_of(
     fused = bits == 1 and dtype == torch.float32 and values.is_cuda and has_triton()
     kinds: list[_SlicedValues] = []
     if few:
-        codec = ValueCodec(bits, wire, dtype)
-        kinds.append((_SlicedSigns if fused else _SlicedValues)(codec, context, 0, few, 0))
+        sliced = _SlicedSigns if fused else _SlicedValues
+        kinds.append(sliced(values, context, 0, few, 0, bits=bits, wire=wire))
     if rest := len(values) - few:
         at = kinds[0].at.stop if kinds else 0
-        kinds.append(_SlicedValues(ValueCodec(0, wire, dtype), context, few, rest, at))
+        kinds.append(_SlicedValues(values, context, few, rest, at, bits=0, wire=wire))
     return kinds
 
 
@@ -263,7 +253,7 @@ def _apart(joined: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _fits_one_round(kinds: Sequence[_SlicedValues], values: Tensor, ranks: int, dim: int) -> bool:
     """Return whether values of a vector with `dim` elements are all-gathered."""
-    size = sum(kind.codec.bytes(kind.count) for kind in kinds)
+    size = sum(kind.bytes(kind.count) for kind in kinds)
     return fits_one_round(size, ranks, dim * values.element_size())
 
 
