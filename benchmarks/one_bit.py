@@ -38,7 +38,7 @@ class Rank:
         layers = [torch.randn(width, width, device=device) for _ in range(size // width**2)]
         rest = torch.randn(size - width**2 * len(layers), device=device)
         module = nn.ParameterList([nn.Parameter(one) for one in (*layers, rest)])
-        self._weights = FlatWeights(module, settings.dense_below, device, with_buffers=False)
+        self._weights = FlatWeights(module, settings.dense_below, device)
         self._worker = Worker(
             settings.sent,
             size,

@@ -100,7 +100,6 @@ WRONG = [
     (lambda: gh.LocalSteps(decay="a"), "decay must be a number, got 'a'"),
     (lambda: gh.LocalSteps(outer_lr=None), "outer_lr must be a number, got None"),
     (lambda: gh.LocalSteps(method=0.02), "method must be a sparsifier .* got 0.02"),
-    (lambda: gh.LocalSteps(nesterov=1), "nesterov must be True or False"),
     (lambda: gh.LocalSteps(overlap=True, delay=99), "delay must be an integer in"),
     (lambda: gh.SketchRows(size="a"), "size must be a whole number, got 'a'"),
     (lambda: gh.TwoSidedRows(rank="a"), "rank must be a whole number, got 'a'"),

@@ -20,12 +20,7 @@ from gradherd.hooks.state import pack, unpack
 from gradherd.sparsify.worker import Worker
 
 CASES = {
-    "diloco": gh.LocalSteps(
-        every=3, values="fp32", outer_lr=0.7, outer_momentum=0.9, nesterov=True
-    ),
-    "heavy ball": gh.LocalSteps(
-        every=2, values="fp32", outer_lr=0.5, outer_momentum=0.8, nesterov=False
-    ),
+    "diloco": gh.LocalSteps(every=3, values="fp32", outer_lr=0.7, outer_momentum=0.9),
     "sparse": gh.LocalSteps(
         every=3, method=gh.TopK(density=0.1), values="fp32", decay=0.9, dense_below=20
     ),

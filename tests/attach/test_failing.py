@@ -74,7 +74,7 @@ def test_which_devices_a_group_exchanges(monkeypatch, config, cpu, cuda):
 
 def test_weights_come_back_where_others_could_not_be_written():
     net = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    weights = FlatWeights(net, 0, torch.device("cpu"), with_buffers=True)
+    weights = FlatWeights(net, 0, torch.device("cpu"))
     before, write = weights.read(), weights.write
 
     def fails_once(flat):

@@ -161,7 +161,7 @@ class Composed(Loop):
         elif self.is_local:
             more = {"every": pick.choice([1, 2, 3, 5]), "decay": pick.choice([1.0, 1.0, 0.9])}
             if pick.random() < 0.4:
-                more |= {"outer_lr": 0.7, "outer_momentum": 0.6, "nesterov": pick.random() < 0.5}
+                more |= {"outer_lr": 0.7, "outer_momentum": 0.6}
             if pick.random() < 0.4 and not self.sharded:
                 more |= {"overlap": True, "delay": pick.choice([None, 1, more["every"]])}
             self.settings = gh.LocalSteps(**sent, **more)
@@ -382,9 +382,8 @@ class Composed(Loop):
         self.residual, self.lost = kept["residual"], kept.get("owner_error", torch.zeros(()))
         self.shared = nn.Parameter(kept["shared"].clone())
         momentum = self.settings.outer_momentum
-        nesterov = self.settings.nesterov and momentum > 0
         self.outer = torch.optim.SGD([self.shared], self.settings.outer_lr, momentum=momentum,
-                                     nesterov=nesterov)  # fmt: skip
+                                     nesterov=momentum > 0)  # fmt: skip
         if "outer_momentum" in kept:
             self.outer.state[self.shared]["momentum_buffer"] = kept["outer_momentum"].clone()
         self.taken, self.pending = 0, None

@@ -103,9 +103,7 @@ class LocalExchange(ModelExchange):
         if settings.overlap or not peers.exchanges(device):
             device = torch.device("cpu")
         self._settings = settings
-        self._weights = FlatWeights(
-            model, settings.dense_below, device, with_buffers=settings.buffers == "mean"
-        )
+        self._weights = FlatWeights(model, settings.dense_below, device)
         super().__init__(self._weights.parameters, settings.sent, world, sharded, device)
         self._channel = peers.side_channel() if settings.overlap else peers
         self._thread = BackgroundThread("gradherd-local-steps") if settings.overlap else None
@@ -408,18 +406,14 @@ class FlatWeights:
         model: The module.
         dense_below: Parameters with fewer elements than this come last in the vector.
         device: Where vectors live.
-        with_buffers: Whether buffers are read and written, too.
     """
 
-    def __init__(
-        self, model: nn.Module, dense_below: int, device: torch.device, *, with_buffers: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, dense_below: int, device: torch.device) -> None:
         self._model = model
         self.parameters = exchangeable(model.named_parameters())
         self.layout = FlatSpec.small_last(self.parameters, dense_below)
         self._shardings = [module for _, module in fsdp_modules(model)]
         self.device, self.dtype = device, wide_dtype(self.parameters.values())
-        self._with_buffers = with_buffers
 
     @torch.no_grad()
     def broadcast(self, world: World) -> None:
@@ -493,9 +487,9 @@ class FlatWeights:
                 buffer.detach().copy_(before)
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the floating-point buffers by name, if they are exchanged."""
+        """Return the floating-point buffers by name."""
         # Asked again each time: modules may replace their buffers.
-        return float_buffers(self._model) if self._with_buffers else {}
+        return float_buffers(self._model)
 
     def read_buffers(self) -> Tensor | None:
         """Return (B,) the buffers; None without any."""

@@ -11,7 +11,7 @@ Letters: D coordinates, R workers, B elements of buffers.
 
 import math
 from dataclasses import InitVar, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -67,18 +67,13 @@ class LocalSteps:
     outer_lr: float = 1.0
     """Learning rate of the outer step; 1 without momentum averages the workers' weights."""
     outer_momentum: float = 0.0
-    """Momentum of the outer step; DiLoCo has 0.9 with an `outer_lr` of 0.7."""
-    nesterov: bool = True
-    """Whether that momentum is Nesterov's, as in DiLoCo, or heavy ball."""
+    """Momentum of the outer step, Nesterov's; DiLoCo has 0.9 with an `outer_lr` of 0.7."""
     overlap: bool = False
     """Whether the exchange runs in a thread beside the next steps. Residuals and shared weights
     are then kept in CPU memory, and sent through a gloo group."""
     delay: int | None = None
     """With `overlap`: after how many steps the result is applied; None is half of `every`. It is a
     fixed number, so that a resumed run has the same bits."""
-    buffers: Literal["mean", "own"] = "mean"
-    """What happens to floating-point buffers, such as statistics of BatchNorm, at an exchange:
-    averaged, in their own precision, or left as they are on each rank."""
     dense_below: int = 256
     """Parameters with fewer elements than this are always sent whole."""
     early: int = 0
@@ -108,8 +103,6 @@ class LocalSteps:
         check_in("[0, 1]", decay=self.decay)
         check_in("(0, inf)", outer_lr=self.outer_lr)
         check_in("[0, 1)", outer_momentum=self.outer_momentum)
-        check_choice("buffers", self.buffers, "mean", "own")
-        check_choice("nesterov", self.nesterov, True, False)
         check_choice("overlap", self.overlap, True, False)
         if self.early and self.overlap:
             raise ValueError(
@@ -208,9 +201,7 @@ class OuterOptimizer:
         if self.momentum is not None:
             # As torch.optim.SGD does it. Coordinates that were not sent keep moving, too.
             self.momentum.mul_(settings.outer_momentum).add_(mean)
-            direction = self.momentum
-            if settings.nesterov:
-                direction = mean.add(self.momentum, alpha=settings.outer_momentum)
+            direction = mean.add(self.momentum, alpha=settings.outer_momentum)
         self.shared.add_(direction, alpha=-settings.outer_lr)
 
 

@@ -1,8 +1,8 @@
 """How indices and values are written into messages: pure functions, the same bytes everywhere.
 
-Ascending indices are an Elias-Fano code: about two bits more than log2(D / n) for each, less than
-half a bit above what any code needs for indices at random, and its length depends on nothing but n
-and D, so receivers know it. A value takes its own dtype; or 4 or 2 bits: a sign, and the number of
+Ascending indices are an Elias-Fano code: about two bits more than log2(D / n) for each, half a bit
+above what any code needs for indices at random. Its length depends on nothing but n and D, so
+receivers know it. A value takes its own dtype; or 4 or 2 bits: a sign, and the number of
 a level between two magnitudes that a group of 256 values shares; or 1 bit: a sign, and one
 magnitude for the group.
 

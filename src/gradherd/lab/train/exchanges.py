@@ -146,11 +146,7 @@ class LocalModels(VirtualExchange):
         settings = self._settings = config.local()
         device = torch.device(config.device)
         self.models = [model, *(copy.deepcopy(model) for _ in range(config.workers - 1))]
-        averaged = settings.buffers == "mean"
-        self._weights = [
-            FlatWeights(one, settings.dense_below, device, with_buffers=averaged)
-            for one in self.models
-        ]
+        self._weights = [FlatWeights(one, settings.dense_below, device) for one in self.models]
         self.parameters = [list(weights.parameters.values()) for weights in self._weights]
         self._optimizers = [make_optimizer(own, config) for own in self.parameters]
         self._clip, self._timer = config.clip, DeviceTimer(device)
