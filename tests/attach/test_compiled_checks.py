@@ -1,4 +1,4 @@
-"""Checks of rows that find something wrong in a compiled model, where layers share their sinks."""
+"""Checks of rows that find something wrong in a compiled model."""
 
 import logging
 
@@ -25,7 +25,7 @@ class UsedTwice(nn.Module):
 
 # dynamo's own, about how it traces autograd functions
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-def test_a_wrong_sum_is_looked_at_closer_and_its_parameter_left_out(caplog):
+def test_a_parameter_whose_rows_are_wrong_is_left_out(caplog):
     torch._dynamo.reset()
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(48, 6))

@@ -90,13 +90,13 @@ def rows_of(
 def served(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count launches by what they serve."""
     found: Counter[str] = Counter()
-    for kind in ("ProductKernels", "BiasKernels", "NormKernels", "BatchNormKernels"):
-        cls = getattr(triton_layers, kind)
+    for kind in ("product", "bias", "norm", "batch_norm"):
+        plan = getattr(triton_layers, f"plan_{kind}")
 
         def counted(
-            self: Any, *args: Any, kind: str = kind, plan: Callable[..., Any] = cls.plan
+            *args: Any, kind: str = kind, plan: Callable[..., Any] = plan
         ) -> triton_layers.KernelPlan | None:
-            made = plan(self, *args)
+            made = plan(*args)
             if made is None:
                 return None
 
@@ -106,7 +106,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
             return triton_layers.KernelPlan(run, made.scratch)
 
-        monkeypatch.setattr(cls, "plan", counted)
+        monkeypatch.setattr(triton_layers, f"plan_{kind}", counted)
     return found
 
 
@@ -130,7 +130,7 @@ def test_blocks_of_layers(norm: Callable[[int], nn.Module], served: Counter[str]
     assert not served
     assert error(rows_of(model, words, kernels=True), expected) < 1e-5
     # Two batches: six weights each, three biases and norms; the head has one position.
-    assert served == {"ProductKernels": 2 * 6, "BiasKernels": 2 * 3, "NormKernels": 2 * 3}
+    assert served == {"product": 2 * 6, "bias": 2 * 3, "norm": 2 * 3}
 
 
 def test_a_head_whose_outputs_are_not_projected(served: Counter[str]) -> None:
@@ -138,7 +138,7 @@ def test_a_head_whose_outputs_are_not_projected(served: Counter[str]) -> None:
     model, inputs = nn.Sequential(nn.Flatten(), nn.Linear(192, 5)).to(DEVICE), images()
     expected = rows_of(model, inputs, kernels=False, rank=8)
     assert error(rows_of(model, inputs, kernels=True, rank=8), expected) < 1e-5
-    assert served == {"ProductKernels": 2, "BiasKernels": 2}
+    assert served == {"product": 2, "bias": 2}
 
 
 def test_sides_that_are_folded() -> None:
@@ -164,7 +164,7 @@ def test_convolutions(layout: torch.memory_format, served: Counter[str]) -> None
     inputs = images().to(memory_format=layout)
     expected = rows_of(model, inputs, kernels=False)
     assert error(rows_of(model, inputs, kernels=True), expected) < ALLOWED
-    assert served == {"ProductKernels": 2 * 7, "BatchNormKernels": 2 * 6}
+    assert served == {"product": 2 * 7, "batch_norm": 2 * 6}
 
 
 @pytest.mark.parametrize(("make", "count"), [(ResNet, 2), (ViT, 3)])

@@ -210,8 +210,6 @@ class BatchDims:
                 # Uses with and without a batch cannot be told apart later: no batch dimension.
                 self._known[key] = dims.pop() if len(dims) == 1 else None
         layers = {layer.name: layer for layer in self._pool.layers}
-        for layer in layers.values():
-            layer.known.clear()
         for name, shapes in calls:
             layer, shape = layers[name], shapes.get(INPUT, torch.Size())
             key = (name, INPUT, len(shape))

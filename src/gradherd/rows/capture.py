@@ -1,11 +1,11 @@
 """Rows of a whole model, read off the user's own backward: exact, or sketches.
 
-Every layer hands its rows to sinks (`rows.sink`). For sketches a layer maps each example's gradient
-to a few columns, and layers share sinks; for exact rows it hands over the gradients themselves, and
-every layer has sinks of its own. The backward of modules without such a layer runs once for each
-example, and hands over gradients, too (`rows.looped_modules`).
+Every layer hands over its rows during the backward (`rows.sink`). For sketches a layer maps each
+example's gradient to a few columns, which are added to a row at a place of their own; for exact
+rows it hands over the gradients themselves. The backward of modules without such a layer runs once
+for each example, and hands over gradients, too (`rows.looped_modules`).
 
-Shapes: B examples, N elements of a sink, k elements of a row, D elements of all parameters.
+Shapes: B examples, N columns of a map, k elements of a row, D elements of all parameters.
 """
 
 import logging
@@ -21,7 +21,7 @@ from gradherd.rows.batch_dims import BatchDims
 from gradherd.rows.layer_choice import CHOSEN_AFTER, CHOSEN_AGAIN, LayerChoice
 from gradherd.rows.layer_plan import LayerPlan, compiled_modules, unwrap_model
 from gradherd.rows.module_hooks import UncopiedHook
-from gradherd.rows.row_check import CHECK_FAILED, LOOK_CLOSER, Registrar, RowCheck
+from gradherd.rows.row_check import CHECK_FAILED, Registrar, RowCheck
 from gradherd.rows.settings import (
     DEFAULT_RANK,
     TOKEN_RANK,
@@ -30,7 +30,7 @@ from gradherd.rows.settings import (
     TwoSidedRows,
     row_length,
 )
-from gradherd.rows.sink import SinkPool, SketchedLayer, at_least_float32, is_spectrum
+from gradherd.rows.sink import ROW, SinkPool, SketchedLayer, at_least_float32, is_spectrum
 from gradherd.rows.sink_layers import DirectLayer, MapSettings
 from gradherd.rows.sketch import CountSketch, hashes
 from gradherd.rows.torch_names import current_backward, mark_constant
@@ -103,7 +103,6 @@ class Capture:
             model, self._pool, batch_size=batch_size, sharded=sharded is not None
         )
         self._tensors = maps.tensors
-        self._looks_closer = False
         self._task = -1
         self._began: Callable[[], None] = lambda: None
         self._look_traced = mark_constant(lambda *given: self._look_at_given(*given))
@@ -113,20 +112,24 @@ class Capture:
         self._tensors.pack({id(one): one for one in every}.values())
         # The wrapper of torch.compile around the whole model; its hooks are not part of the graph.
         self._tensors.is_whole = hasattr(outer, "_orig_mod")
-        # Parameters whose gradients arrive as they are, and not as columns that layers share.
-        self._whole = [i for i, uses in self._uses.items() if uses[0].layer.has_own_sinks]
-        sharing = [layer for layer in self._pool.layers if not layer.has_own_sinks]
-        self._shared_keys = {
-            own: key for one in sharing for own, key in zip(one.own_keys, one.keys, strict=True)
-        }
-        self._layout = {
-            key: one
-            for layer in sharing
-            for key, one in zip(layer.keys, layer.maps, strict=True)
-            if one is not None
-        }
+        # Parameters whose gradients arrive as they are, and not as columns.
+        self._whole = [i for i, uses in self._uses.items() if uses[0].layer.is_whole]
+        # The others by the key of their rows: the layer, and the key of where those are added.
+        self._sketched: dict[str, tuple[SketchedLayer, str]] = {}
+        self._layout: dict[str, Any] = {}
+        sketched = [layer for layer in self._pool.layers if not layer.is_whole]
+        for layer in sketched:
+            for own, key, one in zip(layer.own_keys, layer.keys, layer.maps, strict=True):
+                if one is not None:
+                    self._sketched[own], self._layout[key] = (layer, key), one
         self._places = self._place_columns()
-        self._pool.row_size, self._pool.starts = self._size, self._places
+        for layer in sketched:
+            # Spectra are added up before they are transformed back.
+            layer.places = tuple(
+                None if one is None or is_spectrum(one) else self._places[key]
+                for key, one in zip(layer.keys, layer.maps, strict=True)
+            )
+        self._pool.row_size = self._size
         most = None if isinstance(settings, ExactRows) else settings.layers
         self._choice = LayerChoice(self._pool, self._open_to_choice(), most)
         self._check = RowCheck(
@@ -222,8 +225,7 @@ class Capture:
     @property
     def waiting(self) -> bool:
         """Whether a backward has reached a parameter since the last pop."""
-        pool = self._pool
-        return bool(pool.arrived) or pool.rows is not None or self._check.reached
+        return bool(self._pool.arrived) or self._check.reached
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -267,16 +269,13 @@ class Capture:
         """
         count = len(self.spec.names)
         flags = dict(zip(self.spec.names, mask[:count].tolist(), strict=True))
-        chosen = [name for name, byte in flags.items() if byte not in (0, LOOK_CLOSER)]
+        chosen = [name for name, byte in flags.items() if byte]
         failures = self._check.failures or {}
         try:
             self._check.leave_out({name: failures.get(name, "on another rank") for name in chosen})
         except RuntimeError:
             self.clear()
             raise
-        # Sums are wrong: on the next batch every layer has sinks of its own, so that it is known
-        # which parameter it is.
-        self._looks_closer = LOOK_CLOSER in flags.values()
         self._choice.choose(mask[count:])
 
     def _refuse_mismatch(self, examples: int) -> None:
@@ -327,18 +326,9 @@ class Capture:
             self._warn_of_unfrozen()
         finally:
             self._check.next_batch(self._model.training)
-            if self._looks_closer:
-                self._check.restart()
-            self._set_apart()
+            self._pool.is_apart = self._check.due
             self.clear()
         return rows.mul_(scale)
-
-    def _set_apart(self) -> None:
-        """Decide whether layers have sinks of their own on the next batch."""
-        self._pool.is_apart = self._check.due
-        # A graph of its own, in which they have, is compiled only if nothing else will do.
-        chooses = not self._choice.is_made and self._may_choose()
-        self._pool.compiles_apart = self._looks_closer or chooses
 
     def _may_choose(self) -> bool:
         """Say whether layers may be chosen by the current batch."""
@@ -354,7 +344,7 @@ class Capture:
         return [
             layer
             for layer in self._pool.layers
-            if not (layer.has_own_sinks or isinstance(layer, DirectLayer) or id(layer) in shared)
+            if not (layer.is_whole or isinstance(layer, DirectLayer) or id(layer) in shared)
         ]
 
     def _warn_of_unfrozen(self) -> None:
@@ -382,31 +372,30 @@ class Capture:
 
     def _rows(self, examples: int) -> Tensor:
         """Return the rows (B, k), neither averaged nor unscaled; exact: (B, D)."""
-        brought = self._pool.rows
-        if brought is None:
-            brought = self._like.new_zeros(examples, self._size)
-        total = brought[:examples]
-        for index in self._whole:
-            rows = self._whole_rows(index, examples)
-            if rows is not None and self._pool.is_exact:
-                total[:, self.spec.slices[self.spec.names[index]]] = rows
-            elif rows is not None:
-                total += self._sketch(rows, self.spec.names[index])
-        columns: dict[str, Tensor] = {}
-        # Sums that are wrong are left out, until it is known what is wrong with them.
-        omitted = {key for one in self._pool.layers if one.is_idle for key in one.own_keys}
-        omitted |= self._check.suspects
-        for own, rows in self._pool.arrived.items():
-            key = self._shared_keys.get(own, own)
-            if key in self._layout and own not in omitted:
+        arrived = self._pool.arrived
+        total = arrived[ROW] if ROW in arrived else self._like.new_zeros(examples, self._size)
+        total, columns = total[:examples], {}
+        # In the order of the backward, in which layers that are not apart were added.
+        for own, rows in arrived.items():
+            layer, key = self._sketched.get(own, (None, ""))
+            if layer is None or layer.is_idle:
+                continue
+            if not is_spectrum(self._layout[key]) and self._places[key] is not None:
+                self._add(total, key, rows[:examples])
+            else:
                 columns[key] = columns[key] + rows if key in columns else rows
-        for key in self._places:
-            if key in columns:
-                self._add(total, key, columns[key][:examples])
+        for index in self._whole:
+            whole = self._whole_rows(index, examples)
+            if whole is not None and self._pool.is_exact:
+                total[:, self.spec.slices[self.spec.names[index]]] = whole
+            elif whole is not None:
+                total += self._sketch(whole, self.spec.names[index])
+        for key, found in columns.items():
+            self._add(total, key, found[:examples])
         return total
 
     def _place_columns(self) -> dict[str, int | None]:
-        """Decide where in a row the columns of each sink are added; None: they are hashed."""
+        """Decide where in a row columns are added, by their key; None: they are hashed."""
         lengths = {
             key: one.buckets if is_spectrum(one) else one.size for key, one in self._layout.items()
         }
@@ -422,7 +411,7 @@ class Capture:
         }
 
     def _add(self, total: Tensor, key: str, columns: Tensor) -> None:
-        """Add columns (B, N) of a sink to rows (B, k)."""
+        """Add columns (B, N) to rows (B, k)."""
         one, start = self._layout[key], self._places[key]
         if is_spectrum(one):
             columns = one.vectors(columns)
@@ -451,7 +440,7 @@ class Capture:
     def project_rows(self, index: int, grads: Tensor) -> Tensor:
         """Return what gradients (B, *shape) of one parameter add to the rows (B, k)."""
         use = self._uses[index][0]
-        if use.layer.has_own_sinks:
+        if use.layer.is_whole:
             return self._sketch(grads.flatten(1), self.spec.names[index])
         slot = use.usual_slot
         which = use.slots.index(slot)
@@ -466,7 +455,7 @@ class Capture:
     def restart_checks(self) -> None:
         """Check the next batches as if they were the first."""
         self._check.restart()
-        self._set_apart()
+        self._pool.is_apart = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return which layers are read, and after how many batches."""
@@ -482,7 +471,6 @@ class Capture:
     def clear(self) -> None:
         """Forget everything recorded."""
         self._pool.clear()
-        self._looks_closer = False
         self._check.clear()
 
     def remove_hooks(self) -> None:

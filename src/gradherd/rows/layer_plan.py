@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradherd.flat import FlatSpec
 from gradherd.rows.batch_dims import BatchDims
 from gradherd.rows.looped_modules import LoopedModule
-from gradherd.rows.sink import SinkPool, SketchedLayer, tap_module
+from gradherd.rows.sink import MATRIX, SINGLE, VECTOR, SinkPool, SketchedLayer, tap_module
 from gradherd.rows.sink_layers import (
     ChannelNorm,
     ConvLayer,
@@ -36,8 +36,6 @@ from gradherd.rows.sink_maps import (
 WeightMaps = tuple[MatrixMap | WholeMap, MatrixMap | OuterMap | None]
 """Maps of a weight, for many positions and, if it is another one, for one."""
 
-MATRIX, VECTOR, SINGLE = 0, 1, 2
-"""Places of the three maps of a layer."""
 _CONVOLUTIONS: tuple[type[nn.Module], ...] = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d,
     nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,

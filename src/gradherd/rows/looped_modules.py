@@ -22,19 +22,28 @@ from torch.nn.utils.rnn import PackedSequence
 
 from gradherd.rows.batch_dims import BatchDims, call_shapes, map_tensors, tensor_leaves
 from gradherd.rows.module_hooks import UncopiedHook
-from gradherd.rows.sink import SecondBackward, SinkPool, SketchedLayer, Wanted, at_least_float32
+from gradherd.rows.sink import (
+    VECTOR,
+    Pair,
+    SecondBackward,
+    SinkPool,
+    SketchedLayer,
+    Use,
+    Wanted,
+    at_least_float32,
+)
 
 _MAX_TEMPORARY = 1 << 22
 """Elements of the output gradients propagated at once."""
 
 
 class LoopTap(torch.autograd.Function):
-    """Passes on a module's outputs; in the backward, hands its rows to the sink."""
+    """Passes on a module's outputs; in the backward, computes its rows."""
 
     @staticmethod
-    def forward(ctx: Any, sink: Tensor, use: Any, *outputs: Tensor) -> Any:
-        """Return the outputs."""
-        ctx.sink, ctx.use = sink, use
+    def forward(ctx: Any, signal: Tensor, use: Any, *outputs: Tensor) -> Any:
+        """Return the outputs; the pool's signal gets a gradient, too."""
+        ctx.use = use
         ctx.set_materialize_grads(False)  # outputs that are not used have no gradient
         # Not views: those that a Function makes may not be changed in place, as ReLU does it.
         return tuple(tensor.detach() for tensor in outputs)
@@ -42,18 +51,19 @@ class LoopTap(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         """Return the gradients as they are."""
-        use: _Use = ctx.use
+        use: _Call = ctx.use
         pool = use.layer.pool
         if pool.is_looping:  # over the examples of a module around this one
             return None, None, *grads
         passed = grads
         if torch.is_grad_enabled():  # create_graph=True
             passed = tuple(None if g is None else SecondBackward.apply(g, pool) for g in grads)  # type: ignore[no-untyped-call]
-        return use.layer.hand_over(use, ctx.sink, grads), None, *passed
+        use.layer.hand_over(use, grads)
+        return pool.signal.detach(), None, *passed
 
 
 @dataclass(frozen=True)
-class _Use:
+class _Call:
     """One forward of a module: of each output that has a graph, in this order."""
 
     layer: "LoopedModule"
@@ -111,8 +121,8 @@ class LoopedModule(SketchedLayer):
             handle.remove()
 
     def columns(
-        self, inputs: Tensor, grads: Tensor, use: Any, wanted: Wanted, *saved: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, inputs: Tensor, grads: Tensor, use: Use, wanted: Wanted, *saved: Tensor
+    ) -> Pair:
         """Not called: a module may have many outputs."""
         raise NotImplementedError
 
@@ -149,10 +159,10 @@ class LoopedModule(SketchedLayer):
             return None
         shapes = [out.shape for out in tapped.values()]
         dims = [self._dims.of_output(self.name, i, out.shape) for i, out in tapped.items()]
-        use = _Use(self, [get_gradient_edge(out) for out in tapped.values()], shapes, dims)
+        use = _Call(self, [get_gradient_edge(out) for out in tapped.values()], shapes, dims)
         if use.examples is not None:
             pool.see(use.examples, next(iter(tapped.values())))
-        passed = iter(LoopTap.apply(self.own[1], use, *tapped.values()))  # type: ignore[no-untyped-call]
+        passed = iter(LoopTap.apply(pool.signal, use, *tapped.values()))  # type: ignore[no-untyped-call]
         return map_tensors(lambda out: next(passed) if out.requires_grad else out, outputs)
 
     def _wanted(self) -> dict[str, nn.Parameter]:
@@ -163,17 +173,17 @@ class LoopedModule(SketchedLayer):
             if parameter.requires_grad and local not in self.left_out
         }
 
-    def hand_over(self, use: _Use, sink: Tensor, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """Compute the rows (B, N) of a use, which wait for its sink; return what that is told."""
+    def hand_over(self, use: _Call, grads: Sequence[Tensor | None]) -> None:
+        """Compute the rows (B, N) of a call."""
         came = [at for at, grad in enumerate(grads) if grad is not None]
         if not came:
-            return None
+            return
         dims = [dim for at in came if (dim := use.dims[at]) is not None]
         if use.examples is None or len(dims) < len(came):
             self.pool.strangers[self.name] = (
                 f"its output of shape {tuple(use.shapes[0])} has no dimension for examples"
             )
-            return None
+            return
         started, wanted = time.perf_counter(), self._wanted()
         rows = self.pool.like.new_zeros(use.examples, self.vector.size)
         edges, each = [use.edges[at] for at in came], [g.detach() for g in grads if g is not None]
@@ -185,8 +195,7 @@ class LoopedModule(SketchedLayer):
                         part = rows[lo:hi, self.vector.parts[local]]
                         part.copy_(at_least_float32(grad).reshape(part.shape))
         self.pool.seconds += time.perf_counter() - started
-        self.pool.add(sink, rows)
-        return sink.detach()
+        self.pool.add(self, VECTOR, rows)
 
     @contextmanager
     def _looping(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:

@@ -31,8 +31,6 @@ CHECK_EVERY = 1000
 """Batches between later checks: paths that depend on the data may come up late."""
 MAX_SHARE = 0.5
 """Share of the elements that may be left out before the rest is no basis for an order."""
-LOOK_CLOSER = 2
-"""Byte of a check: one of several parameters has no usable rows; the next batch will tell which."""
 CHECK_FAILED = 3
 """Stands for every parameter in the mask of a rank whose check raised an error."""
 
@@ -76,7 +74,7 @@ class RowCheck:
             spec: Names and sizes of the parameters.
             parameters: The parameters, in the order of `spec`.
             uses: The layers that use each parameter, by its index.
-            pool: The sinks in which rows arrive.
+            pool: Has the rows that have arrived.
             strict: Raise when a parameter would be left out.
             register: Registers a hook for a parameter's gradient; None is torch's own way, in
                 front of the user's hooks.
@@ -94,8 +92,6 @@ class RowCheck:
         """In which the model computes."""
         self.failures: dict[str, str] | None = None
         """Parameters of this batch without usable rows, with the reason; None before the check."""
-        self.suspects: set[str] = set()
-        """Keys of sinks whose sums are wrong in this batch."""
         self._spec, self._parameters, self._uses, self._pool = spec, parameters, uses, pool
         self._strict, self._register = strict, register or register_first
         # Projected gradients of this batch, by the index of the parameter and by slot.
@@ -148,48 +144,28 @@ class RowCheck:
 
     def check(self, examples: int) -> Tensor:
         """Return a byte for each parameter, not 0 if something is wrong with its rows."""
-        allowed = self._tolerance()
-        apart, groups = self._by_sinks()
-        self.failures = self._judge(apart, allowed)
+        apart = self._rows_apart()
+        self.failures = self._judge(apart, self._tolerance())
         self.failures |= self._used_once(apart, examples) | self.without_batch()
-        self.suspects = {
-            key for key, members in groups.items() if not self._adds_up(key, members, allowed)
-        }
-        closer = {index for key in self.suspects for index, _ in groups[key]}
         chosen = {*self.failures, *self.left_out}
-        flags = [
-            LOOK_CLOSER if index in closer else name in chosen
-            for index, name in enumerate(self._spec.names)
-        ]
-        return torch.tensor(flags, dtype=torch.uint8)
+        return torch.tensor([name in chosen for name in self._spec.names], dtype=torch.uint8)
 
-    def _by_sinks(self) -> tuple[dict[int, Slots], dict[str, list[tuple[int, int]]]]:
-        """Return the rows of parameters that are known apart, by their slots, and the others.
-
-        The others by the sinks that they share: index and slot of each.
-        """
+    def _rows_apart(self) -> dict[int, Slots]:
+        """Return the rows of each parameter, by their slots."""
         arrived = self._pool.arrived
         apart: dict[int, Slots] = {}
-        groups: dict[str, list[tuple[int, int]]] = {}
         for index, uses in self._uses.items():
             if self.is_left_out(index):
                 continue
             found: Slots = {}
-            shared = []
             for use in uses:
                 for slot in use.slots:
                     if (key := use.layer.own_keys[slot]) in arrived:
                         found.setdefault(slot, []).append(use.columns(slot, arrived[key]))
-                if (key := use.layer.keys[use.usual_slot]) in arrived:
-                    shared.append((key, use.usual_slot))
-            if not found and uses[0].layer.is_idle:  # alone: idle layers share no parameters
-                continue
-            if found or not shared:
+            # In a graph idle layers have none; they share no parameters.
+            if found or not uses[0].layer.is_idle:
                 apart[index] = found
-            else:
-                for key, slot in dict.fromkeys(shared):
-                    groups.setdefault(key, []).append((index, slot))
-        return apart, groups
+        return apart
 
     def _judge(self, apart: Mapping[int, Slots], allowed: float) -> dict[str, str]:
         """Return the parameters whose errors are too large, with the reason."""
@@ -211,17 +187,6 @@ class RowCheck:
             for index, (error, size, norms) in measured.items()
             if not error <= allowed * max(norms, floor) + least
         }
-
-    def _adds_up(self, key: str, members: list[tuple[int, int]], allowed: float) -> bool:
-        """Say whether the rows in a sink add up to the gradients of all its parameters."""
-        rows = self._pool.arrived[key]
-        reference = at_least_float32(rows.new_zeros(1, rows.shape[1]))
-        for index, slot in members:
-            known = self._references.get(index, {}).get(slot)
-            if known is not None:
-                self._uses[index][0].columns(slot, reference)[0].add_(known.to(reference))
-        error, _, norms = _compare([rows], reference[0]).tolist()
-        return not math.isfinite(norms) or error <= allowed * norms + 1e-30
 
     def _used_once(self, apart: Mapping[int, Slots], examples: int) -> dict[str, str]:
         """Return parameters with a copy for each example of which only the first was used."""
@@ -306,7 +271,7 @@ class RowCheck:
 
     def clear(self) -> None:
         """Forget the current batch."""
-        self.reached, self.failures, self.suspects = False, None, set()
+        self.reached, self.failures = False, None
         self._references.clear()
 
     def next_batch(self, training: bool) -> None:

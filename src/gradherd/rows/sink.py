@@ -1,15 +1,16 @@
-"""Rows as the gradient of a sink: autograd itself adds up what each layer knows of each example.
+"""Rows as the gradient of a sink: autograd itself hands over what each layer knows of each example.
 
 In a compiled model, the output of every layer passes through a `Tap`, an autograd Function that
 changes nothing of it but has one more input, the sink, which it does not use. Its backward returns
-the layer's rows as the "gradient" of the sink. All layers share the sink, a leaf, so after
-`loss.backward()` autograd has added up the rows of all layers in it, and a compiler sees all of it.
+the layer's rows as the "gradient" of the sink, a leaf, so `loss.backward()` brings them there, and
+a compiler sees all of it.
 
 A model that runs as it is would pay more for these Functions than for its small layers. There a
-`Watch`, a hook on the node that autograd has made for the layer, takes the gradient of its output,
-and rows of all layers are added up until the backward is over. Where what layers save is packed
-away, for checkpoints or offloading, and where parameters are sharded, a `Tap` saves it as any layer
-does.
+`Watch`, a hook on the node that autograd has made for the layer, takes the gradient of its output.
+Where what layers save is packed away, for checkpoints or offloading, and where parameters are
+sharded, a `Tap` saves it as any layer does.
+
+Either way rows are added up until the backward is over, each layer's at its place in a row.
 
 Layers get their tap by a change of class, as `torch.nn.utils.parametrize` and `fully_shard` do it:
 a compiled model notices that, while it ignores hooks that are set later.
@@ -21,14 +22,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradherd.rows.open_backward import Lane, OpenBackward, Scratch
+from gradherd.rows.open_backward import OpenBackward, Table
 from gradherd.rows.sketch import has_kernels
 from gradherd.rows.torch_names import (
     call_after_backward,
@@ -39,7 +40,7 @@ from gradherd.rows.torch_names import (
 )
 
 if TYPE_CHECKING:  # Triton is optional
-    from gradherd.rows.triton_layers import KernelPlan, LayerKernels
+    from gradherd.rows.triton_layers import KernelPlan
 
 CHANGED_IN_PLACE = (
     "an input of a layer was changed in place before its backward, so rows of single examples "
@@ -47,19 +48,26 @@ CHANGED_IN_PLACE = (
 )
 INPUT = -1
 """Stands for a module's input where outputs are numbered from 0."""
+MATRIX, VECTOR, SINGLE = 0, 1, 2
+"""Places of the three maps of a layer."""
+ROW = ""
+"""Key of rows to which all layers add; other keys are of a single map of a layer."""
 Shapes = dict[int, torch.Size]
 """Shapes of a module's input and outputs in one call."""
-_MOST_KNOWN = 256
+_MOST_PLANS = 256
 TAP = "_gradherd_tap"
 """Attribute of a tapped module that holds its layer."""
 
-
-KernelPair = tuple["LayerKernels | None", "LayerKernels | None"]
-"""Kernels for the rows of a layer's weight and of its vector; None where there are none."""
+Use = tuple[int, Any, bool]
+"""How a layer is used: the dimension of the examples, what its class wants to know of it, and
+whether the map for one position is taken. A plain tuple: it becomes part of graphs."""
 Wanted = tuple[bool, bool]
 """Whether rows of a layer's weight and of its vector are wanted."""
-Sinks = tuple[Tensor | None, Tensor | None]
-"""The sinks of a layer's weight and of its vector; None where no rows are wanted."""
+Pair = tuple[Tensor | None, Tensor | None]
+"""Something of a layer's weight and of its vector; None for what is not wanted."""
+Planner = Callable[[Tensor, Tensor, int, bool], "KernelPlan | None"]
+"""Prepares kernels from input, gradient, elements between two rows, and whether both tensors begin
+at multiples of 16 bytes; None if no kernel reads them."""
 
 
 class Tap(torch.autograd.Function):
@@ -73,8 +81,9 @@ class Tap(torch.autograd.Function):
         matrix_sink: Tensor | None,
         vector_sink: Tensor | None,
         layer: "SketchedLayer",
-        use: Any,
-        known: "KnownUse | None",
+        use: Use,
+        wanted: Wanted,
+        is_traced: bool,
         *saved: Tensor,
     ) -> Tensor:
         """Return the output.
@@ -83,17 +92,17 @@ class Tap(torch.autograd.Function):
             ctx: Of autograd.
             output: The layer's output.
             inputs: Its input, detached.
-            matrix_sink: Takes the rows of its weight, (B, N); None if it has none.
+            matrix_sink: Takes the rows of its weight, (B, N). Outside of graphs: the pool's signal.
             vector_sink: Takes those of bias and scales.
-            layer: The layer, whose `columns` are called.
-            use: What is special about this use of it, for `columns`.
-            known: The same, and more, where the layer is not compiled.
-            saved: What else `columns` needs.
+            layer: The layer, whose `rows` are called.
+            use: How it is used.
+            wanted: Which rows are wanted.
+            is_traced: Whether this is part of a graph.
+            saved: What else its rows need.
         """
         ctx.save_for_backward(inputs, *saved)
-        ctx.layer, ctx.use, ctx.known = layer, use, known
-        ctx.wanted = (matrix_sink is not None, vector_sink is not None)
-        if known is not None:
+        ctx.layer, ctx.use, ctx.wanted, ctx.is_traced = layer, use, wanted, is_traced
+        if not is_traced:
             ctx.set_materialize_grads(False)
         # Not `view_as`: a view that was made here may not be changed in place, as ReLU does it.
         shown: Tensor = layer.shown(output.detach(), use)
@@ -105,81 +114,20 @@ class Tap(torch.autograd.Function):
         if grads is None:  # a `LoopedModule` whose loop ends above this layer
             return (None,) * len(ctx.needs_input_grad)
         inputs, *saved = ctx.saved_tensors
-        known, layer, use = ctx.known, ctx.layer, ctx.use
+        layer, use = ctx.layer, ctx.use
         passed = layer.given(grads, use)
-        nothing = [None] * (3 + len(saved))
+        nothing = [None] * (4 + len(saved))
         # Before torch 2.10 a forward may be traced by itself, and its backward run without a graph.
-        if torch.compiler.is_compiling() or known is None:
-            matrix, vector = layer.columns(inputs, grads, use, ctx.wanted, *saved)
-            if matrix is not None:
-                matrix = layer.padded(layer.matrix_map(use).finish(matrix))
-            if vector is not None:
-                vector = layer.padded(layer.vector.finish(vector))
-            return (passed, None, matrix, vector, *nothing)
+        if torch.compiler.is_compiling() or ctx.is_traced:
+            matrix, vector = layer.rows(inputs, grads, use, ctx.wanted, saved)
+            return (passed, None, layer.padded(matrix), layer.padded(vector), *nothing)
         pool: SinkPool = layer.pool
         if pool.is_looping:
             return (passed, None, None, None, *nothing)
         if torch.is_grad_enabled():  # create_graph=True
             passed = SecondBackward.apply(passed, pool)  # type: ignore[no-untyped-call]
-        pool.wait(known, inputs, grads, saved)
-        # Zeros: they tell the sinks that gradients are accumulated in this backward.
-        told = (None if sink is None else sink.detach() for sink in known.sinks)
-        return (passed, None, *told, *nothing)
-
-
-_MOST_LAYOUTS = 16
-
-
-class ReadyUse(NamedTuple):
-    """A use of a layer whose input and gradient have known strides."""
-
-    launches: tuple[tuple["KernelPlan", int, Tensor | None, int], ...]
-    """What kernels do: where they add to rows, in bytes; or the sink, and its elements."""
-    sinks: Sinks
-    """Those that no kernel serves."""
-    examples: int
-    scratch: int
-    """Bytes that kernels need."""
-
-
-class KnownUse:
-    """How a layer is used: found when inputs of a shape come for the first time."""
-
-    def __init__(self, layer: "SketchedLayer", use: Any, sinks: "Sinks", saves: bool) -> None:
-        self.layer, self.use, self.sinks = layer, use, sinks
-        """`use` is what is special about it, for `SketchedLayer.columns`."""
-        self.reads_input = sinks[0] is not None or layer.reads_input
-        self._kernels = layer.kernels(use, saves) if layer.pool.has_kernels else (None, None)
-        self._layout: Any = None
-        self._ready = ReadyUse((), sinks, 0, 0)
-        self._known: dict[Any, ReadyUse] = {}  # by layout
-
-    def ready(self, inputs: Tensor, grads: Tensor, is_aligned: bool) -> ReadyUse:
-        """Return what to launch on these."""
-        layout = (
-            is_aligned, inputs.stride(), inputs.dtype, grads.shape, grads.stride(), grads.dtype
-        )  # fmt: skip
-        if layout != self._layout:
-            if len(self._known) > _MOST_LAYOUTS:
-                self._known.clear()
-            if layout not in self._known:
-                self._known[layout] = self._prepare(inputs, grads, is_aligned)
-            self._layout, self._ready = layout, self._known[layout]
-        return self._ready
-
-    def _prepare(self, inputs: Tensor, grads: Tensor, is_aligned: bool) -> ReadyUse:
-        pool, launches, rest = self.layer.pool, [], list(self.sinks)
-        for which, (sink, kernels) in enumerate(zip(self.sinks, self._kernels, strict=True)):
-            if sink is None or kernels is None:
-                continue
-            start, size = pool.start_of(sink), kernels.one.size
-            plan = kernels.plan(inputs, grads, pool.row_size if start >= 0 else size, is_aligned)
-            if plan is not None:
-                at = max(0, start) * pool.like.itemsize
-                launches.append((plan, at, None if start >= 0 else sink, size))
-                rest[which] = None
-        scratch = max((plan.scratch for plan, *_ in launches), default=0)
-        return ReadyUse(tuple(launches), (rest[0], rest[1]), grads.shape[0], scratch)
+        pool.read(layer, use, ctx.wanted, inputs, grads, saved)
+        return (passed, None, pool.signal.detach(), None, *nothing)
 
 
 class Watch:
@@ -189,21 +137,21 @@ class Watch:
     for the layer anyway. A Function of Python takes as long as a small layer does.
     """
 
-    __slots__ = ("at", "inputs", "known", "parameter", "saved", "shape", "version")
+    __slots__ = ("at", "inputs", "layer", "parameter", "saved", "shape", "use", "version", "wanted")
 
     def __init__(
-        self, known: KnownUse, inputs: Tensor, saved: tuple[Tensor, ...], parameter: Tensor,
-        at: int, shape: torch.Size,
+        self, layer: "SketchedLayer", use: Use, wanted: Wanted, inputs: Tensor,
+        saved: tuple[Tensor, ...], parameter: Tensor, at: int, shape: torch.Size,
     ) -> None:  # fmt: skip
-        self.known, self.saved, self.parameter = known, saved, parameter
+        self.layer, self.use, self.wanted, self.saved = layer, use, wanted, saved
+        self.parameter = parameter
         self.at, self.shape = at, shape  # of the output, among those of its node
         self.inputs: Tensor | None = inputs
         self.version = inputs._version
 
     def __call__(self, every: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         """Add the layer's rows; autograd goes on with the gradients as they are."""
-        known, inputs, grads = self.known, self.inputs, every[self.at]
-        pool = known.layer.pool
+        pool, inputs, grads = self.layer.pool, self.inputs, every[self.at]
         # Without inputs the graph is gone, which autograd will say.
         if inputs is None or grads is None or pool.is_looping:
             return None
@@ -212,7 +160,7 @@ class Watch:
         if not keeps_graph():  # The user's loss keeps the node alive, up to the next step.
             self.inputs = None
         shaped = grads if grads.shape == self.shape else grads.reshape(self.shape)
-        pool.wait(known, inputs, shaped, self.saved, self.parameter)
+        pool.read(self.layer, self.use, self.wanted, inputs, shaped, self.saved, self.parameter)
         if not torch.is_grad_enabled():
             return None
         passed = list(every)  # create_graph=True
@@ -237,26 +185,25 @@ class SecondBackward(torch.autograd.Function):
 
 
 class SinkPool:
-    """The sinks of a model, shared by its layers, and what has arrived in them.
+    """What the layers of a model share: the state of this batch, and the rows that have arrived.
 
-    On batches that are checked every layer has sinks of its own, so that the rows of each are known
-    apart. A compiled model would have to be compiled once more for that; there, sums are compared,
-    and layers get sinks of their own only if something is wrong.
+    Rows go where they belong in a row at once. On batches that are checked, those of each layer are
+    kept apart.
     """
 
     def __init__(
         self, like: Tensor, examples: int | None, *, is_exact: bool = False,
         is_sharded: bool = False,
     ) -> None:  # fmt: skip
-        """Begin without sinks.
+        """Begin without layers.
 
         Args:
             like: A tensor of the rows' dtype and device.
             examples: B; None takes that of the largest batch.
-            is_exact: Whether rows are the gradients themselves: then no two layers share a sink.
+            is_exact: Whether rows are the gradients themselves.
             is_sharded: Whether modules hold shards of their parameters between passes.
         """
-        self.like, self.is_exact = like, is_exact
+        self.like, self.is_exact, self.is_sharded = like, is_exact, is_sharded
         self.seconds = 0.0
         """Spent in backwards on modules that are looped over."""
         self.examples = examples or 0
@@ -269,9 +216,7 @@ class SinkPool:
         self.is_looping = False
         """Whether the gradient that runs is one of many of a `LoopedModule`, and has no rows."""
         self.is_apart = False
-        """Whether every layer has sinks of its own on this batch."""
-        self.compiles_apart = False
-        """Whether that holds for compiled layers, too."""
+        """Whether rows of each layer are kept apart on this batch, also those of idle layers."""
         self.shares = False
         """Whether examples get copies of what they share: class tokens, positions. Tried when
         batch dimensions are looked for."""
@@ -290,22 +235,17 @@ class SinkPool:
         self.on_arrival: Callable[[], None] = lambda: None
         """Called before the rows of a backward are noted."""
         self.arrived: dict[str, Tensor] = {}
-        """Rows (B, N) that have arrived, by the key of the sink."""
-        self._keys: dict[int, str] = {}  # of sinks, by their identity
+        """Rows that have arrived: (B, k) of all layers at `ROW`, (B, N) of single maps by key."""
         self.layers: list[SketchedLayer] = []
-        """All layers that share the sinks."""
-        self.has_kernels = not is_exact and like.dtype == torch.float32 and has_kernels(like.device)
-        """Whether layers may have kernels of their own."""
-        self.is_sharded = is_sharded
-        self._stream = stream_getter(like.device)
-        self._scratch: dict[int, Scratch] = {}  # by stream
         self.row_size = 0
         """k, elements of a row."""
-        self.starts: dict[str, int | None] = {}
-        """Where in a row the columns of a shared sink are added; None: they are hashed."""
-        self.rows: Tensor | None = None
-        """Rows (B, k) that kernels have brought."""
+        self.has_kernels = not is_exact and like.dtype == torch.float32 and has_kernels(like.device)
+        """Whether layers may have kernels of their own."""
+        self._stream = stream_getter(like.device)
         self._open: dict[int, OpenBackward] = {}  # by the number of the backward
+        self.signal = like.new_zeros(()).requires_grad_()
+        """Gets a gradient, of zero, where taps are passed by a backward that accumulates."""
+        _call_weakly(self.signal, self._signalled)
 
     def see(self, examples: int, output: Tensor) -> None:
         """Note what a layer has seen."""
@@ -315,43 +255,32 @@ class SinkPool:
             self.make_sinks(examples)
 
     def make_sinks(self, examples: int) -> None:
-        """Give all layers sinks for so many examples."""
+        """Give all layers that may be compiled sinks for so many examples."""
         self.examples = examples
-        sinks: dict[tuple[str, int | None], Tensor] = {}
+        for at, layer in enumerate(self.layers):
+            if layer.compiles:
+                layer.sinks = tuple(
+                    None if one is None else self._new_sink(at, slot, one.size)
+                    for slot, one in enumerate(layer.maps)
+                )
 
-        def sink(key: str, size: int, width: int | None) -> Tensor:
-            if (key, width) not in sinks:
-                sinks[key, width] = self._new_sink(key, size if width is None else width)
-            return sinks[key, width]
-
-        for layer in self.layers:
-            layer.known.clear()
-            # Where rows are long, only graphs need a sink of their length.
-            alone, graph = 0 if layer.has_own_sinks else None, None if layer.compiles else 0
-            for keys, name, wide in ((layer.keys, "shared", graph), (layer.own_keys, "own", alone)):
-                pairs = zip(layer.maps, keys, strict=True)
-                found = (None if one is None else sink(key, one.size, wide) for one, key in pairs)
-                setattr(layer, name, tuple(found))
-
-    def _new_sink(self, key: str, size: int) -> Tensor:
-        if self.is_exact:  # As long as a parameter, so nothing is stored.
-            sink = self.like.new_zeros(()).expand(self.examples, size).requires_grad_()
-        else:
-            sink = self.like.new_zeros(self.examples, size).requires_grad_()
-        # Python cannot free what such a hook of a tensor holds together with the tensor.
-        hook = partial(_arrive_at, WeakMethod(self._arrive), key)
-        sink.register_post_accumulate_grad_hook(hook)
-        self._keys[id(sink)] = key
+    def _new_sink(self, at: int, slot: int, size: int) -> Tensor:
+        # Exact: as long as a parameter, so nothing is stored.
+        zeros = self.like.new_zeros(() if self.is_exact else (self.examples, size))
+        sink = zeros.expand(self.examples, size).requires_grad_()
+        _call_weakly(sink, self._arrive, at, slot)
         return sink
 
-    def wait(
-        self, known: KnownUse, inputs: Tensor, grads: Tensor, saved: Sequence[Tensor],
-        parameter: Tensor | None = None,
+    def read(
+        self, layer: "SketchedLayer", use: Use, wanted: Wanted, inputs: Tensor, grads: Tensor,
+        saved: Sequence[Tensor], parameter: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Compute the rows of a layer, and keep them until its backward is over.
 
         Args:
-            known: The layer, and how it is used.
+            layer: The layer.
+            use: How it is used.
+            wanted: Which rows are wanted.
             inputs: Its input.
             grads: The gradient of its output.
             saved: What else its rows need.
@@ -360,67 +289,61 @@ class SinkPool:
         """
         if torch.is_grad_enabled():  # create_graph=True
             with torch.no_grad():
-                self.wait(known, inputs, grads.detach(), saved, parameter)
+                self.read(layer, use, wanted, inputs, grads.detach(), saved, parameter)
             return
         backward = self._backward_now()
-        if parameter is not None and not backward.is_watched:
+        if parameter is not None:
             backward.watch(parameter)
-        matrix, vector = known.sinks
-        stream = 0
         if self.has_kernels:
-            stream, at, grads_at = self._stream(), inputs.data_ptr(), grads.data_ptr()
-            ready = known.ready(inputs, grads, (at | grads_at) % 16 == 0)
-            matrix, vector = ready.sinks
-            lane = backward.lanes.get(stream) or self._open_lane(backward, stream)
-            scratch = lane.scratch
-            if ready.scratch > scratch.size:
-                scratch.grow(ready.scratch)
-            for plan, start, sink, size in ready.launches:
-                if sink is not None:  # known apart, while rows are checked
-                    to = backward.rows_for(sink, stream).open(ready.examples, size)
-                else:
-                    if ready.examples > lane.room:
-                        most = max(self.examples, ready.examples)
-                        lane.make_room(most, self.row_size, self.like)
-                    lane.sizes.add(ready.examples)
-                    to = lane.address + start
-                plan.run(stream, at, grads_at, to, scratch.address)
-        if matrix is None and vector is None:
+            stream, examples = self._stream(), grads.shape[0]
+            plans, wanted = layer.plans(use, wanted, inputs, grads, bool(saved))
+            for slot, plan in plans:
+                table, start = self._table(backward, layer, slot)
+                out = table.room(examples).data_ptr() + start * self.like.itemsize
+                # Memory of this stream: what comes next on it may have the same.
+                scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=self.like.device)
+                plan.run(stream, inputs.data_ptr(), grads.data_ptr(), out, scratch.data_ptr())
+                backward.sizes.add(examples)
+        if not any(wanted):
             return
-        if self.is_exact:
-            grads = at_least_float32(grads)
-            inputs = at_least_float32(inputs) if inputs.is_floating_point() else inputs
-        layer, wanted = known.layer, (matrix is not None, vector is not None)
-        found = layer.columns(inputs, grads, known.use, wanted, *saved)
-        if matrix is not None:
-            rows = layer.matrix_map(known.use).finish(found[0])
-            backward.rows_for(matrix, stream).add(rows)
-        if vector is not None:
-            backward.rows_for(vector, stream).add(layer.vector.finish(found[1]))
+        found = layer.rows(inputs, grads, use, wanted, saved)
+        for slot, rows in ((SINGLE if use[2] else MATRIX, found[0]), (VECTOR, found[1])):
+            if rows is not None:
+                self.add(layer, slot, rows)
 
-    def _open_lane(self, backward: OpenBackward, stream: int) -> Lane:
-        if stream not in self._scratch:
-            self._scratch[stream] = Scratch(self.like.device)
-        lane = backward.lanes[stream] = Lane(self._scratch[stream])
-        return lane
+    def place(self, layer: "SketchedLayer", slot: int) -> int | None:
+        """Return where in a row the rows of a map are added now; None if they are kept apart."""
+        return None if self.is_apart else layer.places[slot]
 
-    def start_of(self, sink: Tensor) -> int:
-        """Return where in a row kernels may add the columns of a sink; -1 if it is kept apart."""
-        start = self.starts.get(self._keys[id(sink)])
-        return -1 if start is None else start
+    def _table(
+        self, backward: OpenBackward, layer: "SketchedLayer", slot: int
+    ) -> tuple[Table, int]:
+        """Return the rows that those of a map are added to, and the first column."""
+        place = self.place(layer, slot)
+        if place is None:
+            key, width = layer.own_keys[slot], layer.maps[slot].size
+        else:
+            key, width = ROW, self.row_size
+        stream = self._stream()
+        table = backward.tables.get((stream, key))
+        if table is None:
+            table = backward.tables[stream, key] = Table(self.examples, width, self.like)
+        return table, place or 0
 
     def _backward_now(self) -> OpenBackward:
         task = current_backward()
         found = self._open.get(task)
         if found is None:
-            found = self._open[task] = OpenBackward(self.like)
+            found = self._open[task] = OpenBackward()
             call_after_backward(partial(self._end, task))
         return found
 
-    def add(self, sink: Tensor, rows: Tensor) -> None:
-        """Let rows (n, N) for a sink wait until the backward that runs is over."""
-        stream = self._stream() if self.has_kernels else 0
-        self._backward_now().rows_for(sink, stream).add(rows)
+    def add(self, layer: "SketchedLayer", slot: int, rows: Tensor) -> None:
+        """Let rows (n, N) of a map wait until the backward that runs is over."""
+        backward = self._backward_now()
+        backward.sizes.add(len(rows))
+        table, start = self._table(backward, layer, slot)
+        table.add(rows, start)
 
     def _end(self, task: int) -> None:
         """Take what has waited for the end of a backward."""
@@ -431,44 +354,28 @@ class SinkPool:
         if not backward.accumulates:
             return
         self.on_arrival()  # may have the rows of an earlier backward taken
+        self.sizes |= backward.sizes
         with torch.no_grad():
-            for (stream, _), (sink, waiting) in backward.rows.items():
-                self.sizes |= waiting.sizes
-                self._take(self._keys[id(sink)], self._here(waiting.rows(), stream))
-            for stream, lane in backward.lanes.items():
-                if lane.rows is not None:
-                    self.sizes |= lane.sizes
-                    found = self._here(lane.rows, stream)
-                    self.rows = found if self.rows is None else _sum(self.rows, found)
+            for (stream, key), table in backward.tables.items():
+                rows, before = table.room(0), self.arrived.get(key)
+                if stream != self._stream():  # for which autograd has had this one wait
+                    rows.record_stream(torch.cuda.current_stream(rows.device))
+                self.arrived[key] = rows if before is None else _sum(before, rows)
 
-    def _here(self, rows: Tensor, stream: int) -> Tensor:
-        """Return rows of another stream, for which autograd has had this one wait."""
-        if self.has_kernels and stream != self._stream():
-            rows.record_stream(torch.cuda.current_stream(rows.device))
-        return rows
-
-    def _arrive(self, key: str, sink: Tensor) -> None:
-        """Take what autograd has brought to a sink: rows of compiled layers, or zeros of a tap."""
-        rows, sink.grad = sink.grad, None
+    def _arrive(self, at: int, slot: int, sink: Tensor) -> None:
+        """Take the rows of a compiled layer, which autograd has brought to its sink."""
+        layer, rows, sink.grad = self.layers[at], sink.grad, None
         assert rows is not None
-        backward = self._open.get(current_backward())
-        if backward is not None:
-            backward.accumulates = True
-        if rows.data_ptr() == sink.data_ptr():
-            return
-        self.on_arrival()
-        self._take(key, rows.clone())  # a graph of CUDA writes its next results to the same place
+        backward = self._backward_now()
+        backward.accumulates = True
+        table, start = self._table(backward, layer, slot)
+        # A graph of CUDA writes its next results to the same place.
+        table.add(rows.clone() if self.place(layer, slot) is None else rows, start)
 
-    def _take(self, key: str, rows: Tensor) -> None:
-        before = self.arrived.get(key)
-        self.arrived[key] = rows if before is None else _sum(before, rows)
-
-    def is_apart_now(self) -> bool:
-        """Say whether the layer that runs uses sinks of its own."""
-        # A graph must not depend on `is_apart`, which changes.
-        if torch.compiler.is_compiling():
-            return self.compiles_apart and not self.is_exact
-        return self.is_apart or self.is_exact
+    def _signalled(self, signal: Tensor) -> None:
+        """Note that a backward accumulates gradients."""
+        signal.grad = None
+        self._backward_now().accumulates = True
 
     def batch_now(self) -> Any:
         """Return the examples of the forward that runs; None outside of forwards."""
@@ -486,7 +393,7 @@ class SinkPool:
     def clear(self) -> None:
         """Forget what has arrived, but not what waits for the end of the backward that runs."""
         self.arrived, self.sizes, self.strangers, self.dtypes = {}, set(), {}, set()
-        self.rows, self.differentiated, now = None, False, current_backward()
+        self.differentiated, now = False, current_backward()
         for task in [task for task in self._open if task != now]:  # of a backward that has failed
             self._open.pop(task).unwatch()
 
@@ -499,14 +406,21 @@ def _sum(one: Tensor, other: Tensor) -> Tensor:
     return one + other
 
 
-def _arrive_at(arrive: "WeakMethod[Callable[[str, Tensor], None]]", key: str, sink: Tensor) -> None:
-    method = arrive()
-    if method is not None:
-        method(key, sink)
+def _call_weakly(sink: Tensor, method: Callable[..., None], *given: Any) -> None:
+    """Call a method when a sink has got its gradient."""
+    # Python cannot free what such a hook of a tensor holds together with the tensor.
+    hook = partial(_call_if_alive, WeakMethod(method), *given)
+    sink.register_post_accumulate_grad_hook(hook)
+
+
+def _call_if_alive(method: "WeakMethod[Callable[..., None]]", *given: Any) -> None:
+    alive = method()
+    if alive is not None:
+        alive(*given)
 
 
 class SketchedLayer(ABC):
-    """A module whose parameters have rows, and their places in the sinks."""
+    """A module whose parameters have rows, and their places in a row."""
 
     def __init__(self, name: str, pool: SinkPool) -> None:
         self.name, self.pool = name, pool
@@ -517,13 +431,13 @@ class SketchedLayer(ABC):
         self.single: Any = None
         """Map of the weight where examples have one position, if it is another one."""
         self.own_keys = (f"{name}/matrix", f"{name}/vector", f"{name}/single")
-        """Keys of the sinks that are its own, of the three maps."""
-        self.shared: tuple[Tensor | None, ...] = (None, None, None)
-        """The sinks that all layers share."""
-        self.own: tuple[Tensor | None, ...] = (None, None, None)
-        """The sinks that are its own."""
+        """Keys of the rows of the three maps."""
+        self.places: tuple[int | None, ...] = (None, None, None)
+        """Where in a row those are added; None: that is done when the backward is over."""
+        self.sinks: tuple[Tensor | None, ...] = (None, None, None)
+        """What they are the gradients of in a graph."""
         self.trained: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-        """Local names of the parameters of both, one of which has to be trained."""
+        """Local names of the parameters of weight and vector, one of which has to be trained."""
         self.casts = False
         """Whether autocast lowers the precision of the layer's input."""
         self.dim: int | None = -1
@@ -542,9 +456,7 @@ class SketchedLayer(ABC):
         """Whether the layer may be part of a graph."""
         self.is_idle = False
         """Whether rows are not read from it, except on batches on which layers are apart."""
-        self._kernels: dict[Any, KernelPair] = {}
-        self.known: dict[Any, KnownUse | None] = {}
-        """Uses of the layer where it is not compiled; None for those without rows."""
+        self._plans: dict[Any, tuple[list[tuple[int, KernelPlan]], Wanted]] = {}
 
     @property
     def maps(self) -> tuple[Any, Any, Any]:
@@ -552,15 +464,13 @@ class SketchedLayer(ABC):
         return self.matrix, self.vector, self.single
 
     @property
-    def has_own_sinks(self) -> bool:
-        """Whether it shares none of its sinks with other layers."""
+    def is_whole(self) -> bool:
+        """Whether rows are gradients as they are, not columns of maps."""
         return self.pool.is_exact or not self.compiles
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of the sinks that it shares with others: columns of equal number are added up."""
-        if self.has_own_sinks:
-            return self.own_keys
+        """What layers have in common whose columns are added at the same place in a row."""
         kinds = ("matrix", "vector", "spectrum" if is_spectrum(self.single) else "matrix")
         sizes = (0 if one is None else one.size for one in self.maps)
         return tuple(f"{kind} {size}" for kind, size in zip(kinds, sizes, strict=True))
@@ -569,33 +479,18 @@ class SketchedLayer(ABC):
 
     @abstractmethod
     def columns(
-        self, inputs: Tensor, grads: Tensor, use: Any, wanted: Wanted, *saved: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, inputs: Tensor, grads: Tensor, use: Use, wanted: Wanted, *saved: Tensor
+    ) -> Pair:
         """Return the columns of weight and vector for n examples; None for what is not wanted."""
 
-    def matrix_map(self, use: Any) -> Any:
-        """Return the map that the columns of the weight belong to."""
-        return self.matrix
-
-    def kernels(self, use: Any, saves: bool) -> KernelPair:
-        """Return the kernels for the rows of weight and vector; None where there are none.
+    def planners(self, use: Use, saves: bool) -> tuple[Planner | None, Planner | None]:
+        """Return what plans kernels for the rows of weight and vector; None where nothing does.
 
         Args:
             use: As in `columns`.
             saves: Whether anything but input and gradient is needed.
         """
-        key = (use, saves)
-        if key not in self._kernels:
-            self._kernels[key] = self.make_kernels(use, saves)
-        return self._kernels[key]
-
-    def make_kernels(self, use: Any, saves: bool) -> KernelPair:
-        """Do so for the first time."""
         return None, None
-
-    def passes(self) -> bool:
-        """Say whether the layer runs as if nothing was attached."""
-        return not self.pool.is_apart_now() and self.is_idle and self.pool.recorded is None
 
     def is_single(self, shape: torch.Size) -> bool:
         """Say whether an input of this shape has one position for each example."""
@@ -605,36 +500,70 @@ class SketchedLayer(ABC):
         """Return what `columns` needs besides input and gradient."""
         return ()
 
-    def shown(self, output: Tensor, use: Any) -> Tensor:
+    def shown(self, output: Tensor, use: Use) -> Tensor:
         """Return the output as the model gets it."""
         return output
 
-    def given(self, grads: Tensor, use: Any) -> Tensor:
+    def given(self, grads: Tensor, use: Use) -> Tensor:
         """Return the gradient of the output as the layer gets it."""
         return grads
 
     # What they share.
+
+    def passes(self) -> bool:
+        """Say whether the layer runs as if nothing was attached."""
+        if not self.is_idle or self.pool.recorded is not None:
+            return False
+        # A graph must not depend on `is_apart`, which changes.
+        return torch.compiler.is_compiling() or not self.pool.is_apart
+
+    def rows(
+        self, inputs: Tensor, grads: Tensor, use: Use, wanted: Wanted, saved: Sequence[Tensor]
+    ) -> Pair:
+        """Return the rows (n, N) of weight and vector; None for what is not wanted."""
+        if self.pool.is_exact:
+            grads = at_least_float32(grads)
+            inputs = at_least_float32(inputs) if inputs.is_floating_point() else inputs
+        matrix, vector = self.columns(inputs, grads, use, wanted, *saved)
+        if matrix is not None:
+            matrix = (self.single if use[2] else self.matrix).finish(matrix)
+        if vector is not None:
+            vector = self.vector.finish(vector)
+        return matrix, vector
+
+    def plans(
+        self, use: Use, wanted: Wanted, inputs: Tensor, grads: Tensor, saves: bool
+    ) -> tuple[list[tuple[int, "KernelPlan"]], Wanted]:
+        """Return the kernels for tensors like these, each with its map, and what they leave."""
+        is_aligned = (inputs.data_ptr() | grads.data_ptr()) % 16 == 0
+        key = (
+            use, wanted, saves, self.pool.is_apart, is_aligned, inputs.shape, inputs.stride(),
+            inputs.dtype, grads.shape, grads.stride(), grads.dtype,
+        )  # fmt: skip
+        if key not in self._plans:
+            if len(self._plans) > _MOST_PLANS:  # lengths that change from batch to batch
+                self._plans.clear()
+            found, left = [], list(wanted)
+            slots = (SINGLE if use[2] else MATRIX, VECTOR)
+            for which, (slot, make) in enumerate(
+                zip(slots, self.planners(use, saves), strict=True)
+            ):
+                if not wanted[which] or make is None:
+                    continue
+                is_kept = self.pool.place(self, slot) is None
+                width = self.maps[slot].size if is_kept else self.pool.row_size
+                plan = make(inputs, grads, width, is_aligned)
+                if plan is not None:
+                    found.append((slot, plan))
+                    left[which] = False
+            self._plans[key] = found, (left[0], left[1])
+        return self._plans[key]
 
     def padded(self, rows: Tensor | None) -> Tensor | None:
         """Give rows of a short batch the length of the sink."""
         if rows is None or rows.shape[0] == self.pool.examples:
             return rows
         return F.pad(rows, (0, 0, 0, self.pool.examples - rows.shape[0]))
-
-    def sinks(self, module: nn.Module, single: bool) -> tuple[Tensor | None, Tensor | None]:
-        """Return the sinks of weight and vector, None for what is frozen.
-
-        Args:
-            module: The module.
-            single: Whether examples have one position.
-        """
-        sinks = self.own if self.pool.is_apart_now() else self.shared
-        matrix, vector = sinks[2 if single else 0], sinks[1]
-        if matrix is not None and not is_trained(module, self.trained[0]):
-            matrix = None
-        if vector is not None and not is_trained(module, self.trained[1]):
-            vector = None
-        return matrix, vector
 
     def batch_dim(self, inputs: Tensor) -> int | None:
         """Return the dimension of an input that holds the examples; None if there is none."""
@@ -652,108 +581,74 @@ class SketchedLayer(ABC):
         dim = 0 if self.batch_is_first else given or 0
         return dim if inputs.shape[dim] == batch else None
 
-    def tap(self, module: nn.Module, inputs: Tensor, output: Tensor, use: Any = None) -> Tensor:
-        """Return the output, behind a tap if rows are wanted."""
-        pool = self.pool
-        if pool.recorded is not None:
-            pool.recorded.append((self.name, {INPUT: inputs.shape}))
-            return (
-                output
-                if self.batch_dim(inputs) is not None
-                else self.tap_shared(module, inputs, output)
-            )
-        if not pool.is_open or not torch.is_grad_enabled() or not output.requires_grad:
-            return output
-        if self.passes():
-            return output
-        kept = self.saved(module)
-        if torch.compiler.is_compiling():
-            return self.tap_traced(module, inputs, output, use, kept)
-        weights, vectors = self.trained
-        parameter = trained_parameter(module, weights)
-        shift = trained_parameter(module, vectors)
-        is_apart = pool.is_apart
-        key = (inputs.shape, use, parameter is None, shift is None, is_apart, bool(kept))
-        # What is not probed depends on the model's batch as well.
-        if key not in self.known or is_apart or self.ndim != inputs.dim():
-            dim = self.batch_dim(inputs)
-            if dim is None:
-                return self.tap_shared(module, inputs, output)
-            pool.see(inputs.shape[dim], output)
-            full, sinks = self.full_use(module, inputs, dim, use)
-            if len(self.known) > _MOST_KNOWN:  # lengths that change from batch to batch
-                self.known.clear()
-            wanted = sinks[0] is not None or sinks[1] is not None
-            self.known[key] = KnownUse(self, full, sinks, bool(kept)) if wanted else None
-        known = self.known[key]
-        if known is None:
-            return output
-        # Parametrized weights are no leaves, and shards none between passes.
-        leaf = shift if parameter is None else parameter
-        if pool.is_sharded or not leaf.is_leaf or packs_saved_tensors():
-            return self.tap_known(known, inputs, output, kept)
-        # The layer may return a view, as nn.Linear does. Changed in place, that would get another
-        # node, while what it is a view of keeps its own.
-        whole = output._base
-        if whole is None:
-            whole = output
-        elif whole.numel() != output.numel() or not output.is_contiguous():
-            return self.tap_known(known, inputs, output, kept)
-        node: Any = whole.grad_fn
-        if node is None:
-            return self.tap_known(known, inputs, output, kept)
-        held = inputs if known.reads_input else pool.like
-        node.register_prehook(Watch(known, held, kept, leaf, whole.output_nr, output.shape))
-        return output
-
-    def tap_known(
-        self, known: KnownUse, inputs: Tensor, output: Tensor, kept: tuple[Tensor, ...]
-    ) -> Tensor:
-        """Return the output behind a tap that is not part of a graph."""
-        # What a bias needs is the gradient alone; the input may be changed then.
-        held = inputs.detach() if known.reads_input else self.pool.like
-        tapped: Tensor = Tap.apply(output, held, *known.sinks, self, known.use, known, *kept)  # type: ignore[no-untyped-call]
-        return tapped
-
-    def tap_traced(
-        self, module: nn.Module, inputs: Tensor, output: Tensor, use: Any, kept: tuple[Tensor, ...]
-    ) -> Tensor:
-        """Return the output behind a tap that is part of a graph."""
-        dim = self.batch_dim(inputs)
-        if dim is None:
-            return self.tap_shared(module, inputs, output)
-        if inputs.shape[dim] > self.pool.examples:
-            return output
-        full, (matrix, vector) = self.full_use(module, inputs, dim, use)
-        if matrix is None and vector is None:
-            return output
-        held = inputs.detach() if matrix is not None or self.reads_input else self.pool.like
-        tapped: Tensor = Tap.apply(output, held, matrix, vector, self, full, None, *kept)  # type: ignore[no-untyped-call]
-        return tapped
-
-    def tap_copies(self, shared: Tensor, inputs: Tensor, sinks: Sinks, use: Any) -> Tensor:
-        """Return a copy of what examples share for each of them, behind a tap."""
-        known = None
-        if not torch.compiler.is_compiling():
-            known = KnownUse(self, use, sinks, False)
-        tapped: Tensor = Tap.apply(shared, inputs.detach(), *sinks, self, use, known)  # type: ignore[no-untyped-call]
-        return tapped
-
-    def full_use(
-        self, module: nn.Module, inputs: Tensor, dim: int, use: Any
-    ) -> tuple[tuple[int, Any, bool], Sinks]:
-        """Return what `columns` is told of a use, and the sinks.
+    def tap(self, module: nn.Module, inputs: Tensor, output: Tensor, part: Any = None) -> Tensor:
+        """Return the output; if rows are wanted, behind a tap or with a watch on its node.
 
         Args:
             module: The module.
             inputs: Its input.
-            dim: The dimension that holds the examples.
-            use: What the caller knows of the use.
+            output: Its output.
+            part: What is special about this use, for `columns`.
         """
+        pool = self.pool
+        if pool.recorded is not None:
+            pool.recorded.append((self.name, {INPUT: inputs.shape}))
+            if self.batch_dim(inputs) is not None:
+                return output
+            return self.tap_shared(module, inputs, output)
+        if not pool.is_open or not torch.is_grad_enabled() or not output.requires_grad:
+            return output
+        if self.passes():
+            return output
+        dim = self.batch_dim(inputs)
+        if dim is None:
+            return self.tap_shared(module, inputs, output)
+        weight = trained_parameter(module, self.trained[0])
+        shift = trained_parameter(module, self.trained[1])
+        if weight is None and shift is None:
+            return output
         single = self.single is not None and self.is_single(inputs.shape)
         if self.ndim == -1:  # not probed: what is seen now
             self.uses_single = single
-        return (dim, use, single), self.sinks(module, single)
+        use, wanted = (dim, part, single), (weight is not None, shift is not None)
+        saved = self.saved(module)
+        # What a bias needs is the gradient alone; the input may be changed then.
+        held = inputs if weight is not None or self.reads_input else pool.like
+        if torch.compiler.is_compiling():
+            if inputs.shape[dim] > pool.examples:
+                return output
+            return self.behind_tap(output, held, use, wanted, saved)
+        pool.see(inputs.shape[dim], output)
+        leaf = shift if weight is None else weight
+        # The layer may return a view, as nn.Linear does. Changed in place, that would get another
+        # node, while what it is a view of keeps its own.
+        is_view = output._base is not None
+        whole: Any = output._base if is_view else output
+        fits = not is_view or (whole.numel() == output.numel() and output.is_contiguous())
+        # Parametrized weights are no leaves, and shards none between passes.
+        if (
+            not fits or whole.grad_fn is None or pool.is_sharded or not leaf.is_leaf
+            or packs_saved_tensors()
+        ):  # fmt: skip
+            return self.behind_tap(output, held, use, wanted, saved)
+        watch = Watch(self, use, wanted, held, saved, leaf, whole.output_nr, output.shape)
+        whole.grad_fn.register_prehook(watch)
+        return output
+
+    def behind_tap(
+        self, output: Tensor, inputs: Tensor, use: Use, wanted: Wanted,
+        saved: tuple[Tensor, ...] = (),
+    ) -> Tensor:  # fmt: skip
+        """Return an output behind a tap: in a graph, and where a watch sees too little."""
+        traced = torch.compiler.is_compiling()
+        sinks: Pair = (self.pool.signal, None)
+        if traced:
+            matrix = self.sinks[SINGLE if use[2] else MATRIX] if wanted[0] else None
+            sinks = (matrix, self.sinks[VECTOR] if wanted[1] else None)
+        tapped: Tensor = Tap.apply(  # type: ignore[no-untyped-call]
+            output, inputs.detach(), *sinks, self, use, wanted, traced, *saved
+        )
+        return tapped
 
     def tap_shared(self, module: nn.Module, inputs: Tensor, output: Tensor) -> Tensor:
         """Return the output of a use that has no batch dimension: it has no rows."""
@@ -773,11 +668,6 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 def is_spectrum(one: Any) -> bool:
     """Say whether a map's columns are a spectrum."""
     return hasattr(one, "buckets")
-
-
-def is_trained(module: nn.Module, names: tuple[str, ...]) -> bool:
-    """Say whether any of these parameters of a module requires a gradient now."""
-    return trained_parameter(module, names) is not None
 
 
 def trained_parameter(module: nn.Module, names: tuple[str, ...]) -> Any:

@@ -6,6 +6,7 @@ Shapes: n examples of this batch, T positions, I inputs, O outputs, C channels, 
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +15,15 @@ from torch import Tensor, nn
 
 from gradherd.rows.sink import (
     TAP,
-    KernelPair,
+    Pair,
+    Planner,
     SinkPool,
     SketchedLayer,
     Tapped,
+    Use,
     Wanted,
     at_least_float32,
-    is_trained,
+    trained_parameter,
 )
 from gradherd.rows.sink_maps import (
     MOST_BUCKETS,
@@ -90,15 +93,7 @@ def summed(grads: Tensor, dim: int, like: Tensor) -> Tensor:
     return grads.sum(dim, dtype=like.dtype)
 
 
-class WeightLayer(SketchedLayer):
-    """A layer that has another map where examples have one position."""
-
-    def matrix_map(self, use: Any) -> Any:
-        """Return the map that the columns of the weight belong to."""
-        return self.single if use[2] else self.matrix
-
-
-class LinearLayer(WeightLayer):
+class LinearLayer(SketchedLayer):
     """nn.Linear, and transformers' Conv1D, whose weight is transposed."""
 
     def __init__(self, name: str, pool: SinkPool, *, transposed: bool = False) -> None:
@@ -106,8 +101,8 @@ class LinearLayer(WeightLayer):
         self.transposed, self.casts = transposed, True
 
     def columns(
-        self, inputs: Tensor, grads: Tensor, use: Any, wanted: Wanted, *saved: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, inputs: Tensor, grads: Tensor, use: Use, wanted: Wanted, *saved: Tensor
+    ) -> Pair:
         """Return the columns from inputs (..., I) and gradients (..., O)."""
         dim, part, single = use
         left, matrix = examples_first(grads, dim, 1), None
@@ -123,20 +118,18 @@ class LinearLayer(WeightLayer):
                 total = F.pad(total, (part[0], self.vector.size - part[1]))
         return matrix, total
 
-    def make_kernels(self, use: Any, saves: bool) -> KernelPair:
-        """Return kernels if examples come first."""
-        from gradherd.rows.triton_layers import BiasKernels, ProductKernels
+    def planners(self, use: Use, saves: bool) -> tuple[Planner | None, Planner | None]:
+        """Plan kernels if examples come first."""
+        from gradherd.rows import triton_layers
 
         dim, part, single = use
         if dim or single or part is not None:
             return None, None
-        matrix = vector = None
+        matrix: Planner | None = None
         if self.matrix is not None and self.matrix.columns <= MOST_COLUMNS:
             projects_grads = (self.matrix.keep == 1) != self.transposed
-            matrix = ProductKernels(self.matrix, projects_grads=projects_grads)
-        if self.vector is not None:
-            vector = BiasKernels(self.vector)
-        return matrix, vector
+            matrix = partial(triton_layers.plan_product, self.matrix, projects_grads, None)
+        return matrix, partial(triton_layers.plan_bias, self.vector)
 
 
 def linear_columns(
@@ -167,7 +160,7 @@ def linear_columns(
     return matrix.combine(projected @ side, kept)
 
 
-class ConvLayer(WeightLayer):
+class ConvLayer(SketchedLayer):
     """Convolutions and transposed ones, over one to three dimensions, with groups."""
 
     def __init__(self, name: str, pool: SinkPool, module: Any) -> None:
@@ -191,8 +184,8 @@ class ConvLayer(WeightLayer):
         return tuple(shape[2:]) == self.window
 
     def columns(
-        self, inputs: Tensor, grads: Tensor, use: Any, wanted: Wanted, *saved: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, inputs: Tensor, grads: Tensor, use: Use, wanted: Wanted, *saved: Tensor
+    ) -> Pair:
         """Return the columns from inputs (n, C, ...) and gradients (n, O, ...)."""
         vector = summed(grads.flatten(2), 2, self.pool.like) if wanted[1] else None
         if not wanted[0]:
@@ -229,18 +222,17 @@ class ConvLayer(WeightLayer):
             small = small.unfold(at, (size - 1) * dilation + 1, stride)[..., ::dilation]
         return small.movedim(1, 1 + dims).flatten(1 + dims).flatten(1, dims)
 
-    def make_kernels(self, use: Any, saves: bool) -> KernelPair:
-        """Return kernels for the filters of a plain convolution over two dimensions."""
-        from gradherd.rows.triton_layers import ProductKernels
+    def planners(self, use: Use, saves: bool) -> tuple[Planner | None, Planner | None]:
+        """Plan kernels for the filters of a plain convolution over two dimensions."""
+        from gradherd.rows import triton_layers
 
         matrix = self.matrix
         plain = not (self.transposed or self.pad or use[2]) and self.groups == 1
         if matrix is None or not plain or len(self.window) != 2 or matrix.columns > MOST_COLUMNS:
             return None, None
-        if matrix.is_pointwise(self.stride, self.padding):
-            return ProductKernels(matrix, projects_grads=False), None
-        window = (self.window, self.stride, self.padding, self.dilation)
-        return ProductKernels(matrix, projects_grads=False, window=window), None
+        pointwise = matrix.is_pointwise(self.stride, self.padding)
+        window = None if pointwise else (self.window, self.stride, self.padding, self.dilation)
+        return partial(triton_layers.plan_product, matrix, False, window), None
 
 
 class EmbeddingLayer(SketchedLayer):
@@ -253,8 +245,8 @@ class EmbeddingLayer(SketchedLayer):
         """Whether all inputs without a batch that were looked at have the shape (1, T) or (T,)."""
 
     def columns(
-        self, inputs: Tensor, grads: Tensor, use: Any, wanted: Wanted, *saved: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, inputs: Tensor, grads: Tensor, use: Use, wanted: Wanted, *saved: Tensor
+    ) -> Pair:
         """Return the columns from tokens (..., T) and gradients (..., T, O)."""
         dim = use[0]
         right = examples_first(grads, max(dim, 0), 1)
@@ -282,14 +274,14 @@ class EmbeddingLayer(SketchedLayer):
         sums = right.new_zeros(examples * tokens_known, width)
         return sums.index_add(0, places.flatten(), right.reshape(-1, width)).view(examples, -1)
 
-    def shown(self, output: Tensor, use: Any) -> Tensor:
+    def shown(self, output: Tensor, use: Use) -> Tensor:
         """Give every example its own copy of what all share."""
         if use[0] >= 0:
             return output
         rest = output.shape if output.dim() == 2 else output.shape[1:]
         return output.expand(-use[0], *rest)
 
-    def given(self, grads: Tensor, use: Any) -> Tensor:
+    def given(self, grads: Tensor, use: Use) -> Tensor:
         """Add up the gradients of the copies."""
         return grads if use[0] >= 0 else grads.sum(0, keepdim=use[1])
 
@@ -302,11 +294,11 @@ class EmbeddingLayer(SketchedLayer):
         if batch is None or not fits or not self.may_share:
             return super().tap_shared(module, inputs, output)
         if pool.recorded is not None:
-            return self.shown(output, (-batch,))
-        matrix, _ = self.sinks(module, False)
-        if matrix is None:
+            return self.shown(output, (-batch, None, False))
+        if trained_parameter(module, self.trained[0]) is None:
             return output
-        return self.tap_copies(output, inputs, (matrix, None), (-batch, output.dim() > 2))
+        use = (-batch, output.dim() > 2, False)
+        return self.behind_tap(output, inputs, use, (True, False))
 
 
 def padding_of_input(module: Any) -> tuple[int, ...]:
@@ -334,8 +326,8 @@ class NormLayer(SketchedLayer):
         """Return what the scale is multiplied with."""
 
     def columns(
-        self, inputs: Tensor, grads: Tensor, use: Any, wanted: Wanted, *saved: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, inputs: Tensor, grads: Tensor, use: Use, wanted: Wanted, *saved: Tensor
+    ) -> Pair:
         """Return the gradients from inputs and gradients of one shape."""
         found = []
         for part, trains in zip(self.parts, use[1], strict=True):
@@ -344,12 +336,11 @@ class NormLayer(SketchedLayer):
             found.append(rows if trains else rows * 0)
         return None, found[0] if len(found) == 1 else torch.cat(found, 1)
 
-    def tap(self, module: nn.Module, inputs: Tensor, output: Tensor, use: Any = None) -> Tensor:
+    def tap(self, module: nn.Module, inputs: Tensor, output: Tensor, part: Any = None) -> Tensor:
         """Return the output, behind a tap if rows are wanted."""
         # Either may have been frozen since.
-        return super().tap(
-            module, inputs, output, tuple(is_trained(module, (part,)) for part in self.parts)
-        )
+        trains = tuple(trained_parameter(module, (one,)) is not None for one in self.parts)
+        return super().tap(module, inputs, output, trains)
 
     def summed(self, each: Tensor, dim: int) -> Tensor:
         """Add up over the positions of each example."""
@@ -378,15 +369,16 @@ class LastDimsNorm(NormLayer):
         wide = inputs.float() if self.in_float32 else at_least_float32(inputs)
         return norm(wide, self.shape, eps=self.eps)
 
-    def make_kernels(self, use: Any, saves: bool) -> KernelPair:
-        """Return kernels for a norm over the last dimension."""
-        from gradherd.rows.triton_layers import NormKernels
+    def planners(self, use: Use, saves: bool) -> tuple[Planner | None, Planner | None]:
+        """Plan kernels for a norm over the last dimension."""
+        from gradherd.rows import triton_layers
 
         if use[0] or not all(use[1]) or len(self.shape) > 1 or self.parts[0] != "weight":
             return None, None
         if self.eps is None:  # it depends on the dtype
             return None, None
-        return None, NormKernels(self.vector, self.eps, rms=self.rms, has_shift=len(self.parts) > 1)
+        has_shift = len(self.parts) > 1
+        return None, partial(triton_layers.plan_norm, self.vector, self.eps, self.rms, has_shift)
 
     def summed_dims(self, moved: Tensor) -> tuple[int, ...]:
         """Return all dimensions between examples and features."""
@@ -416,13 +408,13 @@ class ChannelNorm(NormLayer):
         mean, var = (one.to(wide) for one in saved) if saved else (None, None)
         return F.batch_norm(wide, mean, var, training=not saved, eps=self.eps)
 
-    def make_kernels(self, use: Any, saves: bool) -> KernelPair:
-        """Return kernels for a BatchNorm in training."""
-        from gradherd.rows.triton_layers import BatchNormKernels
+    def planners(self, use: Use, saves: bool) -> tuple[Planner | None, Planner | None]:
+        """Plan kernels for a BatchNorm in training."""
+        from gradherd.rows import triton_layers
 
         if self.groups or saves or not all(use[1]) or self.parts != ("weight", "bias"):
             return None, None
-        return None, BatchNormKernels(self.vector, self.eps)
+        return None, partial(triton_layers.plan_batch_norm, self.vector, self.eps)
 
     def summed_dims(self, moved: Tensor) -> tuple[int, ...]:
         """Return all dimensions behind the channels."""
@@ -438,16 +430,16 @@ class DirectLayer(SketchedLayer):
     """
 
     def columns(
-        self, inputs: Tensor, grads: Tensor, use: Any, wanted: Wanted, *saved: Tensor
-    ) -> tuple[Tensor | None, Tensor | None]:
+        self, inputs: Tensor, grads: Tensor, use: Use, wanted: Wanted, *saved: Tensor
+    ) -> Pair:
         """Return the gradients of the copies."""
         return None, grads.flatten(1).to(self.pool.like.dtype)
 
-    def shown(self, output: Tensor, use: Any) -> Tensor:
+    def shown(self, output: Tensor, use: Use) -> Tensor:
         """Return a copy for each example."""
-        return output.expand(use, *output.shape[1:])
+        return output.expand(use[0], *output.shape[1:])
 
-    def given(self, grads: Tensor, use: Any) -> Tensor:
+    def given(self, grads: Tensor, use: Use) -> Tensor:
         """Add up the gradients of the copies."""
         return grads.sum(0, keepdim=True)
 
@@ -456,12 +448,12 @@ class DirectLayer(SketchedLayer):
         pool, batch = self.pool, self.pool.expands()
         if batch is None:
             return parameter
+        use = (batch, None, False)
         if pool.recorded is not None:
-            return self.shown(parameter, batch)
+            return self.shown(parameter, use)
         if not pool.is_open or not torch.is_grad_enabled() or not parameter.requires_grad:
             return parameter
-        sink = (self.own if pool.is_apart_now() else self.shared)[1]
-        return self.tap_copies(parameter, parameter, (None, sink), batch)
+        return self.behind_tap(parameter, parameter, use, (False, True))
 
 
 class TappedParameters(Tapped):

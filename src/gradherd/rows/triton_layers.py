@@ -13,9 +13,8 @@ factor is read once.
 Letters: N examples, T positions, C channels, Q columns.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -321,204 +320,166 @@ class KernelPlan(NamedTuple):
     """Bytes of scratch memory."""
 
 
-class LayerKernels(ABC):
-    """The kernels of a layer's weight, or of its bias and scales."""
-
-    one: Any
-    """The map of the parameter."""
-
-    @abstractmethod
-    def plan(self, inputs: Tensor, grads: Tensor, row: int, is_aligned: bool) -> KernelPlan | None:
-        """Prepare to launch on tensors of these sizes and strides; None if no kernel reads them.
-
-        Args:
-            inputs: Of the layer.
-            grads: Of its output.
-            row: Elements from one row to the next.
-            is_aligned: Whether inputs and gradients begin at multiples of 16 bytes.
-        """
+# What follows prepares to launch on tensors of these sizes and strides; None: no kernel reads them.
 
 
-class ProductKernels(LayerKernels):
-    """A weight: one factor is projected and multiplied with the other."""
+def plan_product(
+    one: MatrixMap, projects_grads: bool, window: Window | None,
+    inputs: Tensor, grads: Tensor, row: int, is_aligned: bool,
+) -> KernelPlan | None:  # fmt: skip
+    """Plan the columns of a weight: one factor is projected and multiplied with the other.
 
-    def __init__(
-        self, one: MatrixMap, *, projects_grads: bool, window: Window | None = None
-    ) -> None:
-        """Keep what kernels need.
-
-        Args:
-            one: The map of the weight.
-            projects_grads: Whether gradients are projected and inputs kept, or the other way round.
-            window: How the window of a convolution moves, if it has one.
-        """
-        self.one, self._projects_grads, self._window = one, projects_grads, window
-        # Few channels: filters are not products of signs for channels and places.
-        self._slides = isinstance(one, FilterMap) and one.filters[0, 0].numel() > 1
-        self._tensors: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
-
-    def _tensors_for(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return what projects and the signs of a window, and keep them: addresses are used."""
-        if dtype not in self._tensors:
-            one = self.one
-            like = torch.empty(0, dtype=dtype, device=one.side.device)
-            if not isinstance(one, FilterMap):
-                self._tensors[dtype] = (one.side_for(like), like)
-            else:
-                signs = one.filters.new_ones(one.columns, 1) if one.places is None else one.places
-                self._tensors[dtype] = (one.filters.to(dtype), signs.to(dtype))
-        return self._tensors[dtype]
-
-    def plan(self, inputs: Tensor, grads: Tensor, row: int, is_aligned: bool) -> KernelPlan | None:
-        """Prepare the columns of the weight."""
-        one, projects_grads = self.one, self._projects_grads
-        first, second = (grads, inputs) if projects_grads else (inputs, grads)
-        thin, wide = Factor.of(first), Factor.of(second)
-        if thin is None or wide is None or first.dtype != second.dtype:
-            return None
-        dtype, is_filter = first.dtype, isinstance(one, FilterMap)
-        # As the layers themselves are told.
-        rounds = torch.get_float32_matmul_precision() != "highest"
-        precision = "tf32" if (torch.backends.cudnn.allow_tf32 if is_filter else rounds) else "ieee"
-        kind, columns, half = TYPES[dtype], one.columns, dtype.itemsize == 2
-        width = max(16, triton.next_power_of_2(columns))
-        moves = (0,) * 11
-        if self._window is not None:
-            size, stride, padding, dilation = self._window
-            moves = (
-                *first.shape[2:], second.shape[3], size[0] * size[1], size[1],
-                *stride, *padding, *dilation,
-            )  # fmt: skip
-        is_window = self._window is not None and not self._slides
-        if self._slides:
-            project = Launch(
-                _filter_kernel, (triton.cdiv(wide.positions, 128), wide.examples, 1),
-                wide.positions, thin.channels, columns, *thin.strides, *moves, kind, width, 128,
-            )  # fmt: skip
-            scratch = wide.examples * wide.positions * width * dtype.itemsize
-        else:
-            examples, positions, last = thin.examples, thin.positions, thin.stride_c == 1
-            scratch = examples * positions * width * dtype.itemsize
-            if last and thin.stride_n == positions * thin.stride_t:  # one long example
-                examples, positions = 1, examples * positions
-            block, channels = 64 if half else 32, 128 if last and width <= 64 else 64
-            if thin.channels > _MOST_CHANNELS and last and width <= 64:  # the head of a vocabulary
-                block, channels = 16, 256
-            while block > 32 and examples * triton.cdiv(positions, block) < _PROGRAMS:
-                block //= 2
-            sides = (1, thin.channels) if is_filter else (columns, 1)
-            project = Launch(
-                _project_kernel, (triton.cdiv(positions, block), examples, 1),
-                positions, thin.channels, columns, *thin.strides, *sides,
-                kind, is_aligned, last, precision, width, block, channels,
-            )  # fmt: skip
-        last = wide.stride_c == 1
-        block, most = 64 if last else 32, 128
-        if is_window:  # which every program adds up again
-            block = 128
-        while block > 32 and wide.examples * triton.cdiv(one.width, block) < _PROGRAMS // 2:
+    Args:
+        one: The map of the weight.
+        projects_grads: Whether gradients are projected and inputs kept, or the other way round.
+        window: How the window of a convolution moves, if it has one.
+        inputs: Of the layer.
+        grads: Of its output.
+        row: Elements from one row to the next.
+        is_aligned: Whether both tensors begin at multiples of 16 bytes.
+    """
+    first, second = (grads, inputs) if projects_grads else (inputs, grads)
+    thin, wide = Factor.of(first), Factor.of(second)
+    if thin is None or wide is None or first.dtype != second.dtype:
+        return None
+    dtype, is_filter = first.dtype, isinstance(one, FilterMap)
+    # Few channels: filters are not products of signs for channels and places.
+    slides = isinstance(one, FilterMap) and one.filters[0, 0].numel() > 1
+    # As the layers themselves are told.
+    rounds = torch.get_float32_matmul_precision() != "highest"
+    precision = "tf32" if (torch.backends.cudnn.allow_tf32 if is_filter else rounds) else "ieee"
+    kind, columns, half = TYPES[dtype], one.columns, dtype.itemsize == 2
+    width = max(16, triton.next_power_of_2(columns))
+    moves = (0,) * 11
+    if window is not None:
+        size, stride, padding, dilation = window
+        moves = (
+            *first.shape[2:], second.shape[3], size[0] * size[1], size[1],
+            *stride, *padding, *dilation,
+        )  # fmt: skip
+    is_window = window is not None and not slides
+    if slides:
+        project = Launch(
+            _filter_kernel, (triton.cdiv(wide.positions, 128), wide.examples, 1),
+            wide.positions, thin.channels, columns, *thin.strides, *moves, kind, width, 128,
+        )  # fmt: skip
+        scratch = wide.examples * wide.positions * width * dtype.itemsize
+    else:
+        examples, positions, last = thin.examples, thin.positions, thin.stride_c == 1
+        scratch = examples * positions * width * dtype.itemsize
+        if last and thin.stride_n == positions * thin.stride_t:  # one long example
+            examples, positions = 1, examples * positions
+        block, channels = 64 if half else 32, 128 if last and width <= 64 else 64
+        if thin.channels > _MOST_CHANNELS and last and width <= 64:  # the head of a vocabulary
+            block, channels = 16, 256
+        while block > 32 and examples * triton.cdiv(positions, block) < _PROGRAMS:
             block //= 2
-        most = 32 if wide.positions <= 32 else most if half else most // 2
-        combine = Launch(
-            _combine_kernel, (triton.cdiv(one.width, block), wide.examples, 1),
-            wide.positions, wide.channels, columns, one.folds, one.width, row, *wide.strides,
-            *moves, kind, is_aligned, last, is_window, precision, width, most, block,
+        sides = (1, thin.channels) if is_filter else (columns, 1)
+        project = Launch(
+            _project_kernel, (triton.cdiv(positions, block), examples, 1),
+            positions, thin.channels, columns, *thin.strides, *sides,
+            kind, is_aligned, last, precision, width, block, channels,
         )  # fmt: skip
-        matrix, places = (tensor.data_ptr() for tensor in self._tensors_for(dtype))
-        signs = one.signs.data_ptr()
+    last = wide.stride_c == 1
+    block, most = 64 if last else 32, 128
+    if is_window:  # which every program adds up again
+        block = 128
+    while block > 32 and wide.examples * triton.cdiv(one.width, block) < _PROGRAMS // 2:
+        block //= 2
+    most = 32 if wide.positions <= 32 else most if half else most // 2
+    combine = Launch(
+        _combine_kernel, (triton.cdiv(one.width, block), wide.examples, 1),
+        wide.positions, wide.channels, columns, one.folds, one.width, row, *wide.strides,
+        *moves, kind, is_aligned, last, is_window, precision, width, most, block,
+    )  # fmt: skip
+    if isinstance(one, FilterMap):
+        side = one.filters.to(dtype)
+        ones = side.new_ones(columns, 1)
+        signs_of_places = ones if one.places is None else one.places.to(dtype)
+    else:
+        side = signs_of_places = one.side_for(first)
 
-        def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
-            first, second = (grads, inputs) if projects_grads else (inputs, grads)
-            project(stream, first, matrix, scratch)
-            combine(stream, second, scratch, places, signs, out)
+    def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
+        first, second = (grads, inputs) if projects_grads else (inputs, grads)
+        project(stream, first, side.data_ptr(), scratch)
+        places = signs_of_places.data_ptr()
+        combine(stream, second, scratch, places, one.signs.data_ptr(), out)
 
-        return KernelPlan(run, scratch)
-
-
-class BatchNormKernels(LayerKernels):
-    """A BatchNorm in training: tensors (N, C, ...)."""
-
-    def __init__(self, one: VectorMap, eps: float) -> None:
-        self.one, self._eps = one, eps
-
-    def plan(self, inputs: Tensor, grads: Tensor, row: int, is_aligned: bool) -> KernelPlan | None:
-        """Prepare the rows of the norm."""
-        if Factor.of(inputs) is None or Factor.of(grads) is None or inputs.dim() == 2:
-            return None
-        examples, channels = inputs.shape[:2]
-        flat, wide = inputs.flatten(2), grads.flatten(2)
-        positions, pairs = flat.shape[2], examples * channels
-        # A row of a block is read by one warp, which adds it up without the others.
-        block = 256 if positions > 1024 else 128 if positions > 256 else 64
-        per, strided = 1024 // block, flat.stride(2) != 1 or wide.stride(2) != 1
-        add = Launch(
-            _channel_sums_kernel, (triton.cdiv(pairs, per), 1, 1),
-            pairs, channels, positions, *flat.stride(), *wide.stride(),
-            TYPES[inputs.dtype], TYPES[grads.dtype], is_aligned, strided, per, block,
-        )  # fmt: skip
-        finish = Launch(
-            _channel_rows_kernel, (triton.cdiv(channels, 16), 1, 1),
-            row, examples, channels, examples * positions, self._eps, 64, 16,
-        )  # fmt: skip
-        signs = self.one.signs.data_ptr()
-
-        def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
-            add(stream, inputs, grads, scratch)
-            finish(stream, scratch, signs, out)
-
-        return KernelPlan(run, 4 * pairs * _FLOAT)
+    return KernelPlan(run, scratch)
 
 
-class NormKernels(LayerKernels):
-    """A LayerNorm or RMSNorm over the channels of (N, T, C)."""
+def plan_batch_norm(
+    one: VectorMap, eps: float, inputs: Tensor, grads: Tensor, row: int, is_aligned: bool
+) -> KernelPlan | None:
+    """Plan the rows of a BatchNorm in training: tensors (N, C, ...)."""
+    if Factor.of(inputs) is None or Factor.of(grads) is None or inputs.dim() == 2:
+        return None
+    examples, channels = inputs.shape[:2]
+    flat, wide = inputs.flatten(2), grads.flatten(2)
+    positions, pairs = flat.shape[2], examples * channels
+    # A row of a block is read by one warp, which adds it up without the others.
+    block = 256 if positions > 1024 else 128 if positions > 256 else 64
+    per, strided = 1024 // block, flat.stride(2) != 1 or wide.stride(2) != 1
+    add = Launch(
+        _channel_sums_kernel, (triton.cdiv(pairs, per), 1, 1),
+        pairs, channels, positions, *flat.stride(), *wide.stride(),
+        TYPES[inputs.dtype], TYPES[grads.dtype], is_aligned, strided, per, block,
+    )  # fmt: skip
+    finish = Launch(
+        _channel_rows_kernel, (triton.cdiv(channels, 16), 1, 1),
+        row, examples, channels, examples * positions, eps, 64, 16,
+    )  # fmt: skip
 
-    def __init__(self, one: VectorMap, eps: float, *, rms: bool, has_shift: bool) -> None:
-        self.one, self._eps, self._rms, self._has_shift = one, eps, rms, has_shift
+    def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
+        add(stream, inputs, grads, scratch)
+        finish(stream, scratch, one.signs.data_ptr(), out)
 
-    def plan(self, inputs: Tensor, grads: Tensor, row: int, is_aligned: bool) -> KernelPlan | None:
-        """Prepare the rows of the norm."""
-        one, two = Factor.of(inputs), Factor.of(grads)
-        if one is None or two is None or inputs.dim() == 4 or two.channels > _MOST_CHANNELS:
-            return None
-        if one.stride_c != 1 or two.stride_c != 1:
-            return None
-        width, size = triton.next_power_of_2(two.channels), self.one.size
-        per = max(1, 4096 // width)
-        shares = max(1, min(triton.cdiv(two.positions, per), _PROGRAMS // two.examples))
-        add = Launch(
-            _norm_kernel, (shares, two.examples, 1),
-            two.positions, two.channels, shares, self._eps, size,
-            one.stride_n, one.stride_t, two.stride_n, two.stride_t,
-            TYPES[inputs.dtype], TYPES[grads.dtype], is_aligned,
-            self._rms, self._has_shift, per, width,
-        )  # fmt: skip
-        parts = Factor(two.examples, shares, size, shares * size, size, 1)
-        finish, signs = _sums(parts, row, tl.float32, True), self.one.signs.data_ptr()
-
-        def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
-            add(stream, inputs, grads, scratch)
-            finish(stream, scratch, signs, out)
-
-        return KernelPlan(run, two.examples * shares * size * _FLOAT)
+    return KernelPlan(run, 4 * pairs * _FLOAT)
 
 
-class BiasKernels(LayerKernels):
-    """A bias: gradients (N, T, C) or (N, C)."""
+def plan_norm(
+    one: VectorMap, eps: float, rms: bool, has_shift: bool,
+    inputs: Tensor, grads: Tensor, row: int, is_aligned: bool,
+) -> KernelPlan | None:  # fmt: skip
+    """Plan the rows of a LayerNorm or RMSNorm over the channels of (N, T, C)."""
+    x, g = Factor.of(inputs), Factor.of(grads)
+    if x is None or g is None or inputs.dim() == 4 or g.channels > _MOST_CHANNELS:
+        return None
+    if x.stride_c != 1 or g.stride_c != 1:
+        return None
+    width, size = triton.next_power_of_2(g.channels), one.size
+    per = max(1, 4096 // width)
+    shares = max(1, min(triton.cdiv(g.positions, per), _PROGRAMS // g.examples))
+    add = Launch(
+        _norm_kernel, (shares, g.examples, 1),
+        g.positions, g.channels, shares, eps, size,
+        x.stride_n, x.stride_t, g.stride_n, g.stride_t,
+        TYPES[inputs.dtype], TYPES[grads.dtype], is_aligned,
+        rms, has_shift, per, width,
+    )  # fmt: skip
+    parts = Factor(g.examples, shares, size, shares * size, size, 1)
+    finish = _sums(parts, row, tl.float32, True)
 
-    def __init__(self, one: VectorMap) -> None:
-        self.one = one
+    def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
+        add(stream, inputs, grads, scratch)
+        finish(stream, scratch, one.signs.data_ptr(), out)
 
-    def plan(self, inputs: Tensor, grads: Tensor, row: int, is_aligned: bool) -> KernelPlan | None:
-        """Prepare the rows of the bias."""
-        factor = Factor.of(grads)
-        if factor is None or grads.dim() == 4 or factor.stride_c != 1:
-            return None
-        add, signs = _sums(factor, row, TYPES[grads.dtype], is_aligned), self.one.signs.data_ptr()
+    return KernelPlan(run, g.examples * shares * size * _FLOAT)
 
-        def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
-            add(stream, grads, signs, out)
 
-        return KernelPlan(run, 0)
+def plan_bias(
+    one: VectorMap, inputs: Tensor, grads: Tensor, row: int, is_aligned: bool
+) -> KernelPlan | None:
+    """Plan the rows of a bias: gradients (N, T, C) or (N, C)."""
+    factor = Factor.of(grads)
+    if factor is None or grads.dim() == 4 or factor.stride_c != 1:
+        return None
+    add = _sums(factor, row, TYPES[grads.dtype], is_aligned)
+
+    def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
+        add(stream, grads, one.signs.data_ptr(), out)
+
+    return KernelPlan(run, 0)
 
 
 def _sums(factor: Factor, row: int, kind: tl.dtype, is_aligned: bool) -> Launch:
