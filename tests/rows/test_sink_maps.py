@@ -12,7 +12,6 @@ from torch import Tensor
 from gradherd.rows import sink_maps
 from gradherd.rows.sink_maps import (
     FilterMap,
-    MapTensors,
     MatrixMap,
     OuterMap,
     VectorMap,
@@ -251,24 +250,6 @@ def test_factors_of_lower_precision_are_multiplied_in_it(kind: str) -> None:
     exact, half = (one.finish(one.columns_of(*pair)) for pair in pairs)
     assert exact.dtype == half.dtype == torch.float32  # that of rows
     assert 0 < float((half - exact).norm() / exact.norm()) < 0.02
-
-
-@pytest.mark.parametrize("kind", MAPS)
-def test_maps_that_lie_side_by_side_are_what_they_were(kind: str) -> None:
-    grad, _ = correlated(kind)
-    maps = [MAPS[kind](0, name) for name in ("one", "two")]
-    before = [one.project(grad) for one in maps]
-    store = MapTensors()
-    store.pack(maps)
-    for one, columns in zip(maps, before, strict=True):
-        close(one.project(grad), columns)
-    # What is silenced stays so in graphs, which read what they need here.
-    maps[0].signs.zero_()
-    assert not maps[0].project(grad).any()
-    close(maps[1].project(grad), before[1])
-    kind, begin, end, _ = maps[0].places_of["signs"]
-    assert not store.flat[kind][begin:end].any()
-    assert store.flat[kind].any()
 
 
 def test_a_seed_and_a_name_say_everything() -> None:

@@ -102,16 +102,11 @@ class Capture:
         self._dims = BatchDims(
             model, self._pool, batch_size=batch_size, sharded=sharded is not None
         )
-        self._tensors = maps.tensors
         self._task = -1
         self._began: Callable[[], None] = lambda: None
         self._look_traced = mark_constant(lambda *given: self._look_at_given(*given))
         plan = LayerPlan(model, self.spec, maps, self._pool, self._dims)
         self._uses, self._untap = plan.uses, plan.untap
-        every = (one for layer in self._pool.layers for one in layer.maps if one is not None)
-        self._tensors.pack({id(one): one for one in every}.values())
-        # The wrapper of torch.compile around the whole model; its hooks are not part of the graph.
-        self._tensors.is_whole = hasattr(outer, "_orig_mod")
         # Parameters whose gradients arrive as they are, and not as columns.
         self._whole = [i for i, uses in self._uses.items() if uses[0].layer.is_whole]
         # The others by the key of their rows: the layer, and the key of where those are added.
@@ -146,7 +141,7 @@ class Capture:
         if batch_size is not None:
             self._pool.make_sinks(batch_size)
         before = UncopiedHook(self._before_model, self._before_compiled)
-        after = UncopiedHook(self._after_model, self._after_compiled)
+        after = UncopiedHook(self._after_model, self._after_model)
         # In front of FSDP's own hook: the model is run inside.
         self._handles = [
             outer.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
@@ -195,13 +190,8 @@ class Capture:
         if not odd:
             self._look_traced(len(args), tuple(kwargs), *given)
         dim, pool = self._dims.model_dim, self._pool
-        self._tensors.is_whole = True
         first = _first_tensor(given, dim)
         pool.batch = None if first is None else first.shape[dim]
-
-    def _after_compiled(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        if self._pool.recorded is None:
-            self._pool.batch, self._tensors.is_whole = None, False
 
     def _look_at_given(self, count: int, names: tuple[str, ...], *given: Any) -> None:
         self._look_at(given[:count], dict(zip(names, given[count:], strict=True)))
@@ -374,7 +364,8 @@ class Capture:
         """Return the rows (B, k), neither averaged nor unscaled; exact: (B, D)."""
         arrived = self._pool.arrived
         total = arrived[ROW] if ROW in arrived else self._like.new_zeros(examples, self._size)
-        total, columns = total[:examples], {}
+        total = total[:examples]
+        columns: dict[str, Tensor] = {}
         # In the order of the backward, in which layers that are not apart were added.
         for own, rows in arrived.items():
             layer, key = self._sketched.get(own, (None, ""))

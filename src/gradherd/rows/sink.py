@@ -118,7 +118,7 @@ class Tap(torch.autograd.Function):
         passed = layer.given(grads, use)
         nothing = [None] * (4 + len(saved))
         # Before torch 2.10 a forward may be traced by itself, and its backward run without a graph.
-        if torch.compiler.is_compiling() or ctx.is_traced:
+        if ctx.is_traced:
             matrix, vector = layer.rows(inputs, grads, use, ctx.wanted, saved)
             return (passed, None, layer.padded(matrix), layer.padded(vector), *nothing)
         pool: SinkPool = layer.pool

@@ -5,7 +5,7 @@ Shapes: n examples of this batch, T positions, I inputs, O outputs, C channels, 
 
 import math
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,6 @@ from gradherd.rows.sink import (
 )
 from gradherd.rows.sink_maps import (
     MOST_BUCKETS,
-    MapTensors,
     MatrixMap,
     OuterMap,
     VectorMap,
@@ -53,7 +52,6 @@ class MapSettings:
     """A tensor of the rows' dtype and device."""
     is_exact: bool = False
     """Whether nothing is projected."""
-    tensors: MapTensors = field(default_factory=MapTensors)
 
     def matrix(self, shape: tuple[int, int], name: str, *, keep: int) -> MatrixMap:
         """Return the map of a weight with many positions."""

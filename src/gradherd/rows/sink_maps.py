@@ -22,7 +22,6 @@ k buckets of a tensor sketch, N elements of a vector.
 """
 
 import math
-from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +32,6 @@ from gradherd.rows.sketch import hashed_permutation, random_signs
 MOST_KEPT = 1024
 """Elements of the kept side, above which it is folded: c x 1024 columns are enough."""
 _MAX_TEMPORARY = 1 << 22
-_ALIGNED = 64  # elements
 MOST_BUCKETS = 4096
 """Buckets of a tensor sketch: the error of an inner product is 2 % of the norms."""
 
@@ -46,55 +44,18 @@ def products(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left, right)
 
 
-class MapTensors:
-    """The tensors of all maps of a model, side by side.
-
-    A graph of the whole model takes them as a few long inputs instead of hundreds: each input of a
-    graph is checked, saved and handed on at every step. Graphs of single blocks, which all blocks
-    share, take what their own layers hold.
-    """
-
-    def __init__(self) -> None:
-        self.is_whole: bool = False
-        """Whether the graph that is traced is that of the whole model."""
-        self.flat: dict[str, Tensor] = {}
-        """By dtype."""
-
-    def pack(self, maps: Iterable["Map"]) -> None:
-        """Lay out the tensors of maps; theirs become views."""
-        tensors: dict[str, list[tuple[Map, str, Tensor]]] = {}
-        for one in maps:
-            one.store = self
-            for name, tensor in vars(one).items():
-                if isinstance(tensor, Tensor) and name not in one.places_of:
-                    tensors.setdefault(str(tensor.dtype), []).append((one, name, tensor))
-        for kind, members in tensors.items():
-            ends = [0]
-            for _, _, tensor in members:  # aligned, as kernels want it
-                ends.append(ends[-1] + -(-tensor.numel() // _ALIGNED) * _ALIGNED)
-            flat = members[0][2].new_zeros(ends[-1])
-            for (one, name, tensor), begin in zip(members, ends, strict=False):
-                end = begin + tensor.numel()
-                flat[begin:end] = tensor.flatten()
-                setattr(one, name, flat[begin:end].view(tensor.shape))
-                one.places_of[name] = (kind, begin, end, tuple(tensor.shape))
-            self.flat[kind] = flat
-
-
 class Map:
     """What takes a gradient to columns of a row.
 
-    In two steps: `columns_of` takes it to columns without signs, `finish` gives them their signs,
-    their shape and the precision of rows.
+    In two steps: `columns_of` takes it to columns, `finish` gives them their signs, their shape and
+    the precision of rows.
     """
 
     size: int
     """Columns."""
 
-    def __init__(self) -> None:
-        self.store: MapTensors | None = None
-        self.places_of: dict[str, tuple[str, int, int, tuple[int, ...]]] = {}
-        """Where tensors lie in `store`, by their names."""
+    signs: Tensor
+    """Of what is kept; without them nothing is in the row."""
 
     def hold(self, like: Tensor, **tensors: Tensor) -> None:
         """Hold tensors in the dtype of rows and, since autocast multiplies in it, in bfloat16."""
@@ -106,26 +67,12 @@ class Map:
 
     def tensor_for(self, name: str, factor: Tensor) -> Tensor:
         """Return one of the tensors that it holds, in the dtype of a factor."""
-        if factor.dtype == torch.bfloat16:
-            return self.tensor(f"half_{name}").to(factor.dtype)
-        return self.tensor(name).to(factor.dtype)
-
-    def tensor(self, name: str) -> Tensor:
-        """Return one of the map's tensors."""
-        store = self.store
-        if store is not None and store.is_whole and torch.compiler.is_compiling():
-            kind, begin, end, shape = self.places_of[name]
-            return store.flat[kind][begin:end].view(shape)
-        own: Tensor = getattr(self, name)
-        return own
+        held: Tensor = getattr(self, f"half_{name}" if factor.dtype == torch.bfloat16 else name)
+        return held.to(factor.dtype)
 
     def finish(self, columns: Tensor) -> Tensor:
         """Return rows (B, size) of columns (B, ..., K)."""
-        return self.shape_rows(columns * self.tensor("signs"))
-
-    def shape_rows(self, signed: Tensor) -> Tensor:
-        """Return columns that have their signs as rows (B, size)."""
-        return signed
+        return columns
 
 
 class MatrixMap(Map):
@@ -147,7 +94,6 @@ class MatrixMap(Map):
             name: Of the parameter.
             like: A tensor of the rows' dtype and device.
         """
-        super().__init__()
         self.keep, kept, projected = keep, shape[keep], shape[1 - keep]
         self.columns = min(columns, projected)
         if self.columns == projected:
@@ -173,8 +119,9 @@ class MatrixMap(Map):
         """Do the same with a factor that is projected already, (B, T, c)."""
         return products(thin.transpose(1, 2), kept.to(thin.dtype))
 
-    def shape_rows(self, signed: Tensor) -> Tensor:
-        """Fold and flatten columns (..., c, K): (..., size)."""
+    def finish(self, columns: Tensor) -> Tensor:
+        """Give columns (..., c, K) their signs; fold and flatten them: (..., size)."""
+        signed = columns * self.signs
         if self.folds > 1:
             signed = F.pad(signed, (0, self.folds * self.width - signed.shape[-1]))
             signed = signed.unflatten(-1, (self.folds, self.width)).sum(-2)
@@ -261,7 +208,6 @@ class OuterMap(Map):
         self, shape: tuple[int, int], *, buckets: int, seed: int, name: str, like: Tensor
     ) -> None:
         """Draw the hashes; see `MatrixMap`."""
-        super().__init__()
         self.buckets = buckets
         self.size = 2 * (buckets // 2 + 1)
         self._shape = shape
@@ -284,11 +230,11 @@ class OuterMap(Map):
 
     def _sums(self, factor: Tensor, side: int) -> Tensor:
         """Return the count sketch (..., k) of vectors (..., N)."""
-        signs = self.tensor("column_signs" if side else "signs").to(factor.dtype)
+        signs = (self.column_signs if side else self.signs).to(factor.dtype)
         k = self.buckets
         if side == self._shuffled:
             # Not `index_select`, which takes three times as long on a CPU.
-            factor = factor.gather(-1, self.tensor("order").expand(*factor.shape[:-1], -1))
+            factor = factor.gather(-1, self.order.expand(*factor.shape[:-1], -1))
         total = None
         for turn in range(len(signs)):
             piece = factor[..., turn * k : (turn + 1) * k]
@@ -312,10 +258,6 @@ class OuterMap(Map):
         else:
             product = torch.view_as_real(spectra[0] * spectra[1]).flatten(-2)
         return product[:, 0] if product.shape[1] == 1 else product.sum(1)
-
-    def finish(self, columns: Tensor) -> Tensor:
-        """Return the spectra: their signs are in them."""
-        return columns
 
     def project(self, grad: Tensor) -> Tensor:
         """Return the spectrum (size,) of a whole gradient."""
@@ -345,16 +287,11 @@ class WholeMap(Map):
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         """Keep the shape of the weight."""
-        super().__init__()
         self.shape, self.size = shape, math.prod(shape)
 
     def columns_of(self, left: Tensor, right: Tensor) -> Tensor:
         """Return the gradients (B, size) of factors (B, T, rows) and (B, T, columns)."""
         return products(left.transpose(1, 2), right).flatten(1)
-
-    def finish(self, columns: Tensor) -> Tensor:
-        """Return the gradients."""
-        return columns
 
     def project(self, grad: Tensor) -> Tensor:
         """Return a whole gradient, flat."""
@@ -373,7 +310,6 @@ class VectorMap(Map):
             name: Of the vector.
             like: A tensor of the rows' dtype and device.
         """
-        super().__init__()
         self.size = sum(sizes.values())
         drawn = (
             torch.ones(self.size)
@@ -386,6 +322,10 @@ class VectorMap(Map):
         for local, size in sizes.items():
             self.parts[local] = slice(begin, begin + size)
             begin += size
+
+    def finish(self, columns: Tensor) -> Tensor:
+        """Give columns (B, size) their signs."""
+        return columns * self.signs
 
     def project(self, local: str, grad: Tensor) -> Tensor:
         """Return the columns of one parameter's whole gradient."""
