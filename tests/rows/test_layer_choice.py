@@ -14,7 +14,12 @@ import gradherd as gh
 from gradherd.lab.ranks import run_ranks
 from gradherd.rows import layer_choice, row_check
 from gradherd.rows.capture import Capture
-from gradherd.rows.layer_choice import CHOSEN_AFTER, LayerChoice, centred_gram
+from gradherd.rows.layer_choice import (
+    CHOSEN_AFTER,
+    CHOSEN_AGAIN,
+    LayerChoice,
+    centred_gram,
+)
 from gradherd.rows.settings import SketchRows, TwoSidedRows
 
 LAYERS, WIDTH, BATCH = 12, 6, 8
@@ -166,6 +171,10 @@ def test_a_compiled_model_is_compiled_once_more_and_then_stays():
     for seed in range(5):
         step(fast, capture, seed)
     assert not capture.left_out and compiled == 2
+    capture.load_state_dict(capture.state_dict() | {"batches": CHOSEN_AGAIN})
+    for seed in range(3):
+        step(fast, capture, seed)
+    assert idle_layers(capture) == list(QUIET) and compiled == 2
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")

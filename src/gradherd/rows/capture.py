@@ -445,6 +445,7 @@ class Capture:
 
     def restart_checks(self) -> None:
         """Check the next batches as if they were the first."""
+        self.clear()
         self._check.restart()
         self._pool.is_apart = True
 

@@ -72,8 +72,9 @@ class LayerChoice:
             if (gram := centred_gram(layer, self._pool.arrived, count)) is not None
         }
         found = [at for at, layer in enumerate(self._layers) if layer.name in grams]
-        levels = self.no_levels()
-        if not found:
+        levels, idle = self.no_levels(), set(self.idle)
+        # A graph has nothing of idle layers, so what it has chosen stays.
+        if not found or (idle and idle.isdisjoint(grams)):
             return levels
         total = torch.stack(list(grams.values())).sum(0)
         each = torch.stack([grams[self._layers[at].name] for at in found])
