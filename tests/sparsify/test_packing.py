@@ -76,15 +76,16 @@ def test_messages_are_those_of_a_slow_writer(length):
         assert back.tolist() == [indices.tolist()] * 2
 
 
-def test_indices_are_read_without_waiting_for_a_gpu_too(monkeypatch):
+@pytest.mark.parametrize("count", [1, 700, 3000, 5000])  # of the last two, all bits are steps
+def test_indices_are_read_without_waiting_for_a_gpu_too(monkeypatch, count):
     """The form for GPUs, which numpy's stands in for on a CPU."""
-    indices = normal(0, 5000).abs().topk(700).indices.sort().values
+    indices = normal(0, 5000).abs().topk(count).indices.sort().values
     packed = pack_indices(indices, 5000)
     monkeypatch.setattr(packing, "_on_cpu", lambda tensor: False)
     assert same(pack_indices(indices, 5000), packed)
     rows = torch.stack([packed, packed])
-    assert same(unpack_indices(rows, 700, 5000), torch.stack([indices, indices]))
-    assert same(unpack_indices(packed, 700, 5000), indices)
+    assert same(unpack_indices(rows, count, 5000), torch.stack([indices, indices]))
+    assert same(unpack_indices(packed, count, 5000), indices)
 
 
 @pytest.mark.parametrize("share", [0.0001, 0.001, 0.01, 0.1])

@@ -34,7 +34,7 @@ def pack_indices(indices: Tensor, length: int) -> Tensor:
     low = low_bits(count, length)
     shifts = torch.arange(low, device=indices.device).view(-1, 1)
     steps = torch.zeros(count + (length - 1 >> low), dtype=torch.bool, device=indices.device)
-    steps[(indices >> low) + torch.arange(count, device=indices.device)] = True
+    steps.index_fill_(0, (indices >> low) + torch.arange(count, device=indices.device), True)
     return torch.cat([_pack_flags((indices >> shifts & 1).bool()).reshape(-1), _pack_flags(steps)])
 
 
@@ -195,7 +195,7 @@ def _pack_bits(codes: Tensor, bits: int) -> Tensor:
     """Pack (..., n) uint8 codes, 8 / bits to a byte, the first in the lowest bits."""
     each = 8 // bits
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % each))
-    padded = padded.reshape(*codes.shape[:-1], -1, each)
+    padded = padded.reshape(*codes.shape[:-1], padded.shape[-1] // each, each)
     packed = padded[..., 0].clone()
     for place in range(1, each):
         packed |= padded[..., place] << (bits * place)
