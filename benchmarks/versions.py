@@ -78,6 +78,8 @@ def run_suite(interpreter: str, report: Path) -> dict[str, str]:
     """Run the suite in an environment; return what became of each part."""
     names = [name for part in SUITE.values() for name in part]
     command = [interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    # Advice of torch about an interpreter (Python 3.13.0), which would fail the suite as a warning.
+    command += ["-W", "ignore:Guards may run slower:RuntimeWarning"]
     paths = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     log = report.with_suffix(".log")
     with log.open("w") as out:

@@ -7,11 +7,13 @@ import signal
 import threading
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from gradherd.comm.world import World
+from gradherd.hooks.herd import Herd
 from gradherd.lab.ranks import RankError, run_ranks
 from gradherd.lab.train.checkpoint import CheckpointStore, NoUsableCheckpoint
 from gradherd.lab.train.record import RECORD_FILE, read_record
@@ -244,6 +246,29 @@ def test_fewer_epochs_than_were_begun(tmp_path):
     fewer = config_of("digits", limit=60, epochs=2, order="cd-grab", workers=2)
     assert run_ranks(all_of, 2, tmp_path, fewer) == ["done", "done"]
     assert differences(last_state(tmp_path), before) == []
+
+
+def test_killed_before_the_exchange_that_ends_a_run_of_local_steps(tmp_path):
+    """The newest checkpoint is of the last step: nothing is left to train, but to exchange."""
+    config = config_of("digits", limit=60, epochs=3, local_steps=7, workers=2)
+    with pytest.raises(RankError, match="killed before the exchange"):
+        run_ranks(every_step_but_no_sync, 2, tmp_path / "killed", config)
+    left = last_state(tmp_path / "killed")
+    assert run_ranks(all_of, 2, tmp_path / "killed", config) == ["done", "done"]
+    assert run_ranks(every_step, 2, tmp_path / "straight", config) == ["done", "done"]
+    there = last_state(tmp_path / "straight")
+    assert there["step"] == left["step"] and left["rank-0/local/taken"] > 0
+    assert differences(last_state(tmp_path / "killed"), there) == []
+    rows, straight = (
+        read_record(tmp_path / name / RECORD_FILE).epochs for name in ("killed", "straight")
+    )
+    for name in ("train_loss", "metric", "bytes"):
+        assert [getattr(row, name) for row in rows] == [getattr(row, name) for row in straight]
+
+
+def every_step_but_no_sync(out, config):
+    with mock.patch.object(Herd, "sync", side_effect=RuntimeError("killed before the exchange")):
+        return every_step(out, config)
 
 
 def test_every_part_of_other_ranks_is_checked(tmp_path):

@@ -170,6 +170,11 @@ class RankTrainer(Trainer):
         # A checkpoint after the last step of an epoch has already advanced the order.
         if self.sampler.ordering.epoch < number:
             self._train(number, counters, on_step)
+        else:
+            # Of the last epoch, it was saved before the exchange that ends the run.
+            before = self._costs()
+            self._exchange_the_rest(number, counters)
+            self._add_costs(counters, before)
         return [counters]
 
     def _train(self, number: int, counters: EpochCounters, on_step: StepCallback) -> None:
@@ -215,11 +220,7 @@ class RankTrainer(Trainer):
                     return self.state(number, so_far, herd)
 
                 self.checkpointer.after_step(state)
-        if self._config.local_steps is not None and number == self._config.epochs:
-            # What the last steps have changed belongs to the result.
-            if not self._diverged:
-                self._herd.sync()
-                self._count_exchange(counters)
+        self._exchange_the_rest(number, counters)
         # Hands over the rows that still wait, so that the time of ordering belongs to this epoch.
         with self._noting_divergence():
             self._herd.finish()
@@ -229,6 +230,13 @@ class RankTrainer(Trainer):
         if means and whole_epoch:
             examples = self._config.batch_size * self._world.size
             counters.herding_bound = herding_bound(torch.stack(means), examples)
+
+    def _exchange_the_rest(self, number: int, counters: EpochCounters) -> None:
+        """Exchange what the last local steps of the run have changed: it belongs to the result."""
+        last = number == self._config.epochs and not self._diverged
+        if self._config.local_steps is not None and last:
+            self._herd.sync()
+            self._count_exchange(counters)
 
     @contextlib.contextmanager
     def _noting_divergence(self) -> Iterator[None]:
