@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -91,6 +92,34 @@ def test_a_study_from_its_file_to_the_page(root, capsys):
     assert (code, err) == (0, "") and "cd-grab: too few seeds to compare it with d-rr" in out
     # Virtual workers take turns: their seconds say nothing about a step.
     assert "sketch" not in out and "times the seconds" not in out
+
+
+BOUNDS = f"""
+kind = "{Path(__file__).parents[3]}/studies/kinds/herding.py:HerdingStudy"
+title = "Two orders of random vectors"
+seeds = 2
+[settings]
+workers = 2
+units = 8
+dim = 4
+rounds = 2
+[[arms]]
+order = ["d-rr", "cd-grab"]
+"""
+
+
+def test_runs_that_do_not_train_end_with_the_means_of_what_they_measured(root, capsys):
+    (root / "studies" / "bounds.toml").write_text(BOUNDS)
+    code, out, err = run(capsys, "study", "studies/bounds.toml", "--json")
+    told = json.loads(out)
+    assert (code, err) == (0, "") and [arm["seeds"] for arm in told["arms"]] == [[0, 1]] * 2
+    order = told["arms"][1]
+    assert order["label"] == "cd-grab" and set(order["summary"]) == {"start", "bound", "mean"}
+    assert order["summary"]["bound"]["mean"] > 0 < order["summary"]["bound"]["std"]
+    code, out, _ = run(capsys, "study", "studies/bounds.toml", "--resume")
+    lines = out.splitlines()
+    assert code == 0 and lines[1].startswith("cd-grab (2 seeds): start ") and " ± " in lines[1]
+    assert lines[-1] == "bounds: 0 runs, 4 skipped; results in benchmarks/results/bounds"
 
 
 def test_the_plan_shows_what_is_left(root, capsys):
