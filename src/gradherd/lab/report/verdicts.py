@@ -37,9 +37,6 @@ _FINDINGS = {
 class Verdict:
     """What a pair of arms shows."""
 
-    kind: str
-    """The question it answers, of `QUESTIONS`; control for the check of a gain."""
-    arm: str
     tone: Direction
     """What is shown: a gain, a cost, both, or nothing."""
     text: str
@@ -55,8 +52,9 @@ def answers(comparison: Comparison) -> list[tuple[str, list[Verdict]]]:
     """
     family, found = family_of(comparison), []
     for kind, pairs in comparison.questions.items():
-        verdicts = [_pair_verdict(kind, pair, comparison, family) for pair in pairs]
-        if kind == "order":
+        is_order = kind == "order"
+        verdicts = [_pair_verdict(pair, comparison, family, is_order=is_order) for pair in pairs]
+        if is_order:
             checks = (_control_verdict(*check, family) for check in _control_checks(comparison))
             verdicts += [one for one in checks if one is not None]
         found.append((QUESTIONS[kind], verdicts))
@@ -117,11 +115,12 @@ def _control_checks(comparison: Comparison) -> list[tuple[ArmPair, ArmPair]]:
     ]
 
 
-def _pair_verdict(kind: str, pair: ArmPair, comparison: Comparison, family: Family) -> Verdict:
+def _pair_verdict(
+    pair: ArmPair, comparison: Comparison, family: Family, *, is_order: bool
+) -> Verdict:
     """Say what an order or a sparsifier gains, and at what price."""
-    is_order = kind == "order"
     # Balancing promises faster optimisation, sending less must not cost accuracy.
-    if (problem := _not_comparable(kind, pair, by_loss=is_order)) is not None:
+    if (problem := _not_comparable(pair, by_loss=is_order)) is not None:
         return problem
     loss, by_loss = _loss_clause(pair, family)
     metric, by_metric = _clause(
@@ -140,27 +139,29 @@ def _pair_verdict(kind: str, pair: ArmPair, comparison: Comparison, family: Fami
         # Fewer epochs that take more seconds or bytes are a trade, not a gain.
         mixed = shown == "gain" and not sooner
         text = "; ".join(filter(None, (when, loss, metric)))
-        return _verdict(kind, pair, shown, "mixed" if mixed else shown, f"{text}.")
+        return _verdict(pair, shown, "mixed" if mixed else shown, f"{text}.", is_order=True)
     # Less accuracy for fewer bytes is what sparsifying offers: a trade, which the reader judges.
     saves = pair.bytes_ratio is not None and pair.bytes_ratio < 1
     mixed = (shown == "cost" and saves) or (shown == "gain" and not saves)
     text = "; ".join(filter(None, (metric, loss, f"with {_price(pair)}")))
     text = f"{pair.arm.label} against {pair.reference.label}: {text}."
-    return _verdict(kind, pair, shown, "mixed" if mixed else shown, text)
+    return _verdict(pair, shown, "mixed" if mixed else shown, text, is_order=False)
 
 
-def _verdict(kind: str, pair: ArmPair, shown: Direction, tone: Direction, text: str) -> Verdict:
+def _verdict(
+    pair: ArmPair, shown: Direction, tone: Direction, text: str, *, is_order: bool
+) -> Verdict:
     words = "few"
     if len(pair.common_seeds) >= MIN_SEEDS:
         # A gain that is only mixed has its price, and a cost has its saving.
         words = shown if shown == tone else f"{shown}, but"
     answer = _HEADLINES[words].format(pair.reference.label)
     own, epochs = pair.reference_epochs_to, pair.epochs_to
-    if kind == "order" and shown == "gain" and epochs is not None and epochs < (own or 0):
+    if is_order and shown == "gain" and epochs is not None and epochs < (own or 0):
         answer += f", whose final loss it reaches after {counted(epochs, 'epoch')} instead of {own}"
     takes = "" if pair.bytes_ratio is None else f"; it takes {_price(pair)}"
     headline = f"{pair.arm.label}: {answer}{takes}."
-    return Verdict(kind=kind, arm=pair.arm.label, tone=tone, text=text, headline=headline)
+    return Verdict(tone=tone, text=text, headline=headline)
 
 
 def _loss_clause(pair: ArmPair, family: Family) -> tuple[str, Direction]:
@@ -236,15 +237,13 @@ def _control_verdict(pair: ArmPair, between: ArmPair, family: Family) -> Verdict
         tone, conclusion = "mixed", "balancing is not the reason for the gain"
     beside = f"{pair.arm.label} beside {between.reference.label}, which ignores gradients: "
     return Verdict(
-        kind="control",
-        arm=pair.arm.label,
         tone=tone,
         text=f"{beside}{clause}: {conclusion}.",
         headline=f"{beside}{conclusion}.",
     )
 
 
-def _not_comparable(kind: str, pair: ArmPair, *, by_loss: bool) -> Verdict | None:
+def _not_comparable(pair: ArmPair, *, by_loss: bool) -> Verdict | None:
     """Return why there are no means to compare; None if there are."""
     for one in (pair.arm, pair.reference):
         tone: Direction = "open"
@@ -261,7 +260,7 @@ def _not_comparable(kind: str, pair: ArmPair, *, by_loss: bool) -> Verdict | Non
         else:
             continue
         text = f"{pair.arm.label}: {problem}."
-        return Verdict(kind=kind, arm=pair.arm.label, tone=tone, text=text, headline=text)
+        return Verdict(tone=tone, text=text, headline=text)
     return None
 
 
