@@ -49,9 +49,10 @@ def all_collectives():
         "all_gather_strided": tuple(all_gather(torch.arange(6.0).view(2, 3).T + rank, world)),
         "all_to_all": tuple(all_to_all(by_rank, world)),
         "all_to_all_strided": tuple(all_to_all(by_rank.T.contiguous().T, world)),
-        "broadcast": tuple(broadcast(source, world)),
+        "broadcast": tuple(broadcast(source, world, src=size - 1)),
         "broadcast_in_place": source,
         "wrong_rows": error_of(all_to_all, torch.zeros(size + 1, 2), world),
+        "wrong_src": error_of(broadcast, torch.zeros(1), world, src=size),
     }
 
 
@@ -64,7 +65,7 @@ def in_a_subgroup():
     return (
         all_gather(own, world).value.flatten().tolist(),
         all_reduce(own.clone(), world).value.tolist(),
-        broadcast(own.clone(), world).value.tolist(),
+        broadcast(own.clone(), world, src=1).value.tolist(),
         all_to_all(torch.stack([own, own + 10]), world).value.flatten().tolist(),
     )
 

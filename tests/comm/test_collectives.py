@@ -55,12 +55,12 @@ def test_all_to_all_transposes_rows_and_ranks(ranks, layout):
         assert sent == size * 2 * LONG * (size - 1) // size
 
 
-def test_broadcast_from_the_first_rank_overwrites(ranks):
+def test_broadcast_from_the_last_rank_overwrites(ranks):
     size = len(ranks)
     for rank in ranks:
         value, sent = rank["broadcast"]
-        assert value.tolist() == [0.0] * 3
-        assert rank["broadcast_in_place"].tolist() == [0.0] * 3
+        assert value.tolist() == [size - 1.0] * 3
+        assert rank["broadcast_in_place"].tolist() == [size - 1.0] * 3
         assert sent == (0 if size == 1 else 3 * DOUBLE)
 
 
@@ -72,6 +72,12 @@ def test_all_to_all_wants_one_row_per_rank(ranks):
         )
 
 
+def test_broadcast_wants_a_src_in_the_world(ranks):
+    size = len(ranks)
+    for rank in ranks:
+        assert rank["wrong_src"] == f"ValueError: src must be in [0, {size}), got {size}"
+
+
 def test_one_rank_needs_no_process_group():
     world, tensor = World.single(), torch.arange(3.0).view(1, 3)
     for collective in (all_reduce, all_to_all, broadcast):
@@ -81,13 +87,15 @@ def test_one_rank_needs_no_process_group():
     assert torch.equal(all_gather(tensor, world).value, tensor.unsqueeze(0))
     with pytest.raises(ValueError, match=r"one row per rank \(1\), got 2"):
         all_to_all(torch.zeros(2, 3), world)
+    with pytest.raises(ValueError, match=r"src must be in \[0, 1\), got -1"):
+        broadcast(tensor, world, src=-1)
 
 
 def test_a_group_counts_its_own_ranks():
     results = run_ranks(rank_functions.in_a_subgroup, 4)
     assert results[0] is None and results[2] is None
-    assert results[1] == ([1.0, 3.0], [4.0], [1.0], [1.0, 3.0])
-    assert results[3] == ([1.0, 3.0], [4.0], [1.0], [11.0, 13.0])
+    assert results[1] == ([1.0, 3.0], [4.0], [3.0], [1.0, 3.0])
+    assert results[3] == ([1.0, 3.0], [4.0], [3.0], [11.0, 13.0])
 
 
 @pytest.mark.parametrize("size", [1, 2, 9])

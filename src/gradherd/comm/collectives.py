@@ -210,12 +210,18 @@ def all_to_all_start(
     return PendingCollective(out, sent, (work,))
 
 
-def broadcast(tensor: Tensor, world: World) -> CollectiveResult:
-    """Overwrite `tensor`, of one shape and dtype, with that of rank 0 of `world`."""
+def broadcast(tensor: Tensor, world: World, *, src: int = 0) -> CollectiveResult:
+    """Overwrite `tensor`, of one shape and dtype, with that of rank `src` within `world`.
+
+    Raises:
+        ValueError: There is no rank `src`.
+    """
+    if not 0 <= src < world.size:
+        raise ValueError(f"src must be in [0, {world.size}), got {src}")
     if world.size == 1:
         return CollectiveResult(tensor, 0)
     # `group_src`, not `src`: torch counts the latter among all processes, not within the group.
-    dist.broadcast(tensor, group=world.group, group_src=0)
+    dist.broadcast(tensor, group=world.group, group_src=src)
     return CollectiveResult(tensor, broadcast_bytes(tensor, world.size))
 
 
