@@ -323,6 +323,11 @@ class Loop:
         """Return whether the loop may be stopped here, and go on in a new one."""
         return self.reference.ordering.epoch == epoch
 
+    @property
+    def at_last_batch(self):
+        """Whether the loader has handed out this pass's last batch."""
+        return self.fetched == -(-self.left // self.batch)
+
     def choose(self, event):
         """Return what happens to the next batch, given what was drawn."""
         return event
@@ -339,10 +344,13 @@ class Loop:
         self.credited = False  # whether a gradient of this pass belongs to its examples
         for _ in range(skip):
             next(self.batches)
+        self.left = len(self.sampler) - self.sampler.start
         self.version = None  # of the order that this pass hands out
 
     def fetch(self):
         self.waiting.append(next(self.batches))
+        if not self.fetched:  # only now the pass has begun, perhaps with a new epoch
+            self.left = len(self.sampler) - self.sampler.start
         self.fetched += 1
 
     def backward(self, x, y, factor):
