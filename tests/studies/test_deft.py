@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradherd.lab.ranks import run_ranks
+from gradherd.sparsify.message_sizes import index_bytes
 from studies.methods.deft import Deft, allocate, assign, norms
 from tests.sparsify import one_step
 from tests.sparsify.reference_error_feedback import (
@@ -70,9 +71,8 @@ def test_only_own_selections_are_sent_as_indices():
     common, selections = reference.selections_of(
         accs.numpy(), 50, reference.pieces_of(1000, 4, LAYERS[1000]), 2
     )
-    # Two bytes each, of the longest: there is one page of 65,536 coordinates.
     longest = max(map(len, selections))
-    assert [result["bytes"] for result in results] == [2 * longest * 3] * 4
+    assert [result["bytes"] for result in results] == [3 * index_bytes(longest, 1000)] * 4
     assert common
 
 

@@ -54,7 +54,7 @@ def index_bytes(count: int, length: int) -> int:
     """Return how many bytes `pack_indices` writes for `count` indices below `length`.
 
     >>> [index_bytes(count, 65_536) for count in (0, 1, 100, 1000, 10_000, 65_536)]
-    [0, 3, 139, 1003, 4800, 16384]
+    [0, 17, 146, 1003, 5798, 16384]
     """
     if not count:
         return 0

@@ -52,5 +52,6 @@ def test_a_peak_is_seen_though_it_is_over():
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's own marks")
 def test_the_peak_of_a_training_counts_the_model_on_every_device():
     model, peak = numbers_of(TRAINING)
-    # Parameters, gradients and momentum: a GPU counted these, and a CPU the last steps alone.
-    assert 2.9 * model < peak < 4 * model
+    # Parameters, gradients and momentum: a GPU counted these, and a CPU the last steps alone. What
+    # products need beside them depends on the CPU; torch itself, not counted, has 30 times.
+    assert 2.9 * model < peak < 6 * model
