@@ -22,6 +22,7 @@ from tests.attach.local_work import (
     saved,
     step,
     trains_until_killed,
+    under_way,
     vector,
 )
 
@@ -432,3 +433,14 @@ def test_a_state_with_an_exchange_under_way_needs_overlap():
     step(other, other_optimizer, following)
     assert again.metrics()["exchanges"] == 1
     again.detach()
+
+
+def test_states_of_an_exchange_under_way_are_merged():
+    states = run_ranks(under_way, 2)
+    merged = gh.merge_states([{"local": state} for state in states])["local"]
+    for key in ("weights", "snapshot"):  # what workers have learned since is their difference
+        for name, mean in merged[key].items():
+            own = [state[key][name] for state in states]
+            assert not torch.equal(*own)
+            torch.testing.assert_close(mean, sum(own) / 2)
+    assert torch.equal(merged["arrival"]["mean"], states[1]["arrival"]["mean"])
