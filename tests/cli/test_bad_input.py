@@ -168,6 +168,9 @@ train digits --lr fast | --lr must be a number, got 'fast' (see
 train digits --weight-decay nan | --weight-decay .. nan
 train digits --momentum 1 | --momentum must be in [0, 1), got 1
 train hmda --data-dir away | 'away' .. folder
+train digits --data-dir away | --data-dir must be a folder that exists, got 'away'
+train digits --data-dir '' | --data-dir must be a path, got ''
+study kind.toml --data-dir '' | --data-dir must be a path, got ''
 train fashion-lenet | 'fashion-mnist' .. gradherd data get fashion-mnist .. cache
 compare digits --tune lr | --tune
 compare digits --tune momentum=1 | --tune
@@ -196,6 +199,8 @@ study nowhere.toml | nowhere.toml: No such file
 study bad.toml | bad.toml
 study kind.toml | kind.toml: there is no title
 study bin.toml | bin.toml
+study methods.toml | methods.toml: methods must be a table, got {'mine': 3}
+report null | null/record.json: not a record of a run: format is None, expected 1
 study kind.toml --jobs 0 | --jobs must be at least 1, got 0
 study folder.toml | folder.toml: it is not a file
 herding --units 0 | --units must be at least 1, got 0
@@ -297,6 +302,10 @@ def bad_files(place):
     for folder in ("folder.npy", "folder.toml", "broken"):
         (place / folder).mkdir()
     (place / "broken" / "record.json").write_text('{"a": ')
+    (place / "null").mkdir()
+    (place / "null" / "record.json").write_text("null")
+    methods = 'kind = "compare"\ntitle = "t"\nmethods = {mine = 3}\n[[arms]]\norder = "d-rr"\n'
+    (place / "methods.toml").write_text(methods)
     (place / "bad.toml").write_text("kind = ")
     (place / "kind.toml").write_text('kind = "dance"\n')
     (place / "bin.toml").write_bytes(b"\xff\xfe\x00")
@@ -334,6 +343,17 @@ def test_a_device_that_is_not_there(capsys):
             "X",
             ["'digits': load(data_dir, limit) must be possible, with 2 arguments: too many"],
         ),
+        (f"{DIGITS}\n def model(self): pass", "X", ["return a torch.nn.Module, got a NoneType"]),
+        (
+            f"{DIGITS}\n def model(self): return super().model().requires_grad_(False)",
+            "X",
+            ["its model has no parameter that is trained"],
+        ),
+        (f"{DIGITS}\n name = ''", "X", ["X.name must be a text, got ''"]),
+        (f"{DIGITS}\n metric_name = None", "X", ["X.metric_name must be a text, got None"]),
+        (f"{DIGITS}\n higher_is_better = 'yes'", "X", ["must be True or False, got 'yes'"]),
+        (f"{DIGITS}\n data = 'm4'", "X", ["X.data must be a tuple of names of data sets, got"]),
+        (f"{DIGITS}\n data = ('moon',)", "X", ["'moon'; known are hmda-2017"]),
         (f"{DIGITS}\n model = None", "X", ["'digits': model must be a method, got a NoneType"]),
         (f"{DIGITS}\n metric = None", "X", ["'digits': metric must be a method, got a NoneType"]),
         pytest.param(
@@ -348,6 +368,31 @@ def test_a_file_that_holds_no_task(capsys, place, source, kind, words):
     err = refused(capsys, "train", f"mine.py:{kind}", *QUICK)
     assert f"'mine.py:{kind}'" in err or "'digits'" in err, err
     assert all(word in err for word in words), err
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        ("super().loss(*args).detach()", "loss() must depend on the model"),
+        ("super().loss(*args).round().long()", "got a tensor of shape () of torch.int64"),
+        ("super().loss(*args) + 0j", "got a tensor of shape () of torch.complex64"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained(capsys, place, loss, words):
+    # Runs side by side would train on zeros without a word.
+    (place / "mine.py").write_text(f"{DIGITS}\n def loss(self, *args): return {loss}")
+    with pytest.raises(SystemExit) as stop:
+        main(["train", "mine.py:X", *QUICK])
+    check_refusal(stop.value.code, *(told := capsys.readouterr()), 2)
+    assert words in told.err
+
+
+@pytest.mark.parametrize("rank", ["x", None])
+def test_what_torchrun_has_left_in_a_shell_is_not_torchrun(capsys, monkeypatch, rank):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "left")
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    assert "--lr must be in (0, inf)" in refused(capsys, "train", "digits", "--lr", "nan")
 
 
 @pytest.mark.parametrize("command", ["train", "compare", "demo"])

@@ -26,7 +26,7 @@ from gradherd.cli.parser import (
     whole,
 )
 from gradherd.cli.terminal import under_torchrun
-from gradherd.lab.tasks.data_files import find_dataset
+from gradherd.lab.tasks.data_files import check_data_dir, find_dataset
 from gradherd.lab.train import POWERSGD, ROWS, exchange_names
 from gradherd.lab.train.config import Exchange, RunSetting, run_settings
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
@@ -168,7 +168,8 @@ def check_data(task: Task, data_dir: Path | None, configs: Sequence[RunConfig] =
     from gradherd.lab.tasks.data_files import DamagedData
     from gradherd.lab.train.runner import check_suitable
 
-    with usage_errors():
+    with usage_errors(["data_dir"]):
+        check_data_dir(data_dir)  # even if the task needs none
         for name in task.data:
             find_dataset(name, data_dir)
         try:

@@ -171,6 +171,8 @@ FileArgument = Annotated[Path, Arg(metavar="FILE", positional=True)]
 
 def _of_kind(kind: Any, text: str) -> Any:
     try:
+        if kind is Path and not text:  # Path("") is the current folder
+            raise ValueError
         return kind(text)
     except ValueError:
         raise ValueError(f"must be {_KINDS[kind][1]}, got {text!r}") from None

@@ -17,6 +17,7 @@ from gradherd.comm.world import World
 from gradherd.lab.study.file import Study, check_types
 from gradherd.lab.study.results import describe_run, to_columns
 from gradherd.lab.tasks.registry import class_in_file, find_task
+from gradherd.lab.tasks.task import new_model
 from gradherd.lab.text import check_known
 from gradherd.lab.train.config import RunConfig, run_settings
 from gradherd.lab.train.loop import Progress
@@ -135,7 +136,7 @@ class CompareStudy(StudyKind):
         # All arms before the first is trained: the last one must not fail after hours.
         check_suitable(configs, context.data_dir)
         # Runs with small models share steps, which costs little more than one run alone.
-        return [[runs[at] for at in places] for places in stack_runs(configs, task.model())]
+        return [[runs[at] for at in places] for places in stack_runs(configs, new_model(task))]
 
     def run(self, runs: Sequence[PlannedRun], context: RunContext) -> list[RunOutcome]:
         """Train the runs of a batch."""

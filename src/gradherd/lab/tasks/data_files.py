@@ -131,6 +131,12 @@ def data_dirs(data_dir: Path | None = None) -> list[Path]:
     return list(dict.fromkeys(expand_user(Path(folder)) for folder in folders))
 
 
+def check_data_dir(data_dir: Path | None) -> None:
+    """Raise ValueError if a folder is named that does not exist."""
+    if data_dir is not None and not _is_dir(expand_user(Path(data_dir))):
+        raise ValueError(f"data_dir must be a folder that exists, got {str(data_dir)!r}")
+
+
 def expand_user(path: Path) -> Path:
     """Return a path with ~ expanded; unchanged if there is no such user."""
     try:
@@ -151,8 +157,7 @@ def find_dataset(name: str, data_dir: Path | None = None) -> LocalDataSet:
         MissingData: It is in none of the folders.
         ValueError: `data_dir` is not a folder.
     """
-    if data_dir is not None and not _is_dir(expand_user(Path(data_dir))):
-        raise ValueError(f"data_dir must be a folder that exists, got {str(data_dir)!r}")
+    check_data_dir(data_dir)
     dataset, roots = DATASETS[name], data_dirs(data_dir)
     # If no form is complete, name what the most complete one lacks.
     most_files, hint = 0, ""

@@ -85,7 +85,8 @@ def download_dataset(dataset: DataSet, root: Path, progress: DownloadProgress) -
             f"{dataset.by_hand} into {root}"
         ) from None
     except OSError as error:
-        raise DownloadError(f"cannot write {dataset.name!r} into {root}: {error}") from None
+        why = error.strerror or error
+        raise DownloadError(f"cannot write {dataset.name!r} into {root}: {why}") from None
     local = find_below(dataset, root)
     assert local is not None
     return local

@@ -9,11 +9,12 @@ from types import ModuleType
 from typing import Any
 
 from gradherd.lab.tasks.data_files import expand_user, is_file
+from gradherd.lab.tasks.datasets import DATASETS
 from gradherd.lab.tasks.digits import Digits, DigitsMLP
 from gradherd.lab.tasks.hmda import HMDA
 from gradherd.lab.tasks.images import Cifar10LeNet, FashionLeNet
 from gradherd.lab.tasks.task import REQUIRED, Defaults, Task, as_task, check_call
-from gradherd.lab.text import printable
+from gradherd.lab.text import check_known, printable
 
 TASKS: dict[str, Callable[[], Task]] = {
     "digits": Digits,
@@ -23,6 +24,14 @@ TASKS: dict[str, Callable[[], Task]] = {
     "fashion-lenet": FashionLeNet,
 }
 """Tasks by name."""
+_TEXT = (str, "a text")
+_MEMBERS: dict[str, tuple[type, str]] = {
+    **dict.fromkeys(("name", "description", "metric_name"), _TEXT),
+    "higher_is_better": (bool, "True or False"),
+    "data": (tuple, "a tuple of names of data sets"),
+    "defaults": (Defaults, "gradherd.lab.tasks.Defaults"),
+}
+"""What the members of a task must be that are no methods, in words."""
 
 
 def find_task(name: str) -> Task:
@@ -78,11 +87,13 @@ def _from_file(name: str) -> Task:
         raise ValueError(
             f"task {name!r}: {class_name} is not a task, it lacks {', '.join(missing)}"
         )
-    if not isinstance(task.defaults, Defaults):
-        raise ValueError(
-            f"task {name!r}: {class_name}.defaults must be gradherd.lab.tasks.Defaults, "
-            f"got {type(task.defaults).__name__}"
-        )
+    for member, (kind, words) in _MEMBERS.items():
+        value = getattr(task, member)
+        if not isinstance(value, kind) or value == "":
+            got = type(value).__name__ if member == "defaults" else repr(value)
+            raise ValueError(f"task {name!r}: {class_name}.{member} must be {words}, got {got}")
+    for one in task.data:
+        check_known(f"data set of task {name!r}", one, DATASETS)
     check_call(task, "load(data_dir, limit)", None, None)
     check_call(task, "model()")
     return as_task(task)

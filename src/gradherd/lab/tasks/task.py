@@ -221,11 +221,26 @@ def check_call(task: Task, call: str, *arguments: object) -> None:
         ) from None
 
 
+def new_model(task: Task) -> nn.Module:
+    """Return a new model of a task; raise BadTask if there is nothing to train."""
+    model: object = task.model()
+    if not isinstance(model, nn.Module):
+        raise BadTask(
+            f"task {task.name!r}: model() must return a torch.nn.Module, "
+            f"got a {type(model).__name__}"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise BadTask(f"task {task.name!r}: its model has no parameter that is trained")
+    return model
+
+
 def check_loss(task: Task, loss: object) -> None:
-    """Raise BadTask unless a loss is one number."""
-    if isinstance(loss, Tensor) and loss.numel() == 1:
+    """Raise BadTask unless a loss is one real number."""
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.is_floating_point():
         return
-    shape = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else None
+    shape = None
+    if isinstance(loss, Tensor):
+        shape = f"tensor of shape {tuple(loss.shape)} of {loss.dtype}"
     raise BadTask(
         f"task {task.name!r}: loss() must return one number, the mean over the examples of a "
         f"batch, got a {shape or type(loss).__name__}"

@@ -154,7 +154,7 @@ def versions() -> dict[str, str]:
     """Return the versions of gradherd, torch, numpy and Python."""
     return {
         "gradherd": version("gradherd"),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # of a class of its own
         "numpy": np.__version__,
         "python": platform.python_version(),
     }

@@ -83,7 +83,9 @@ def has_type(value: Any, expected: Any) -> bool:
             and all(has_type(one, items[0]) for one in value)
         )
     if kind is not None:
-        return isinstance(value, dict)
+        return isinstance(value, dict) and all(has_type(one, items[1]) for one in value.values())
+    if expected is Any:
+        return True
     if expected is float:
         return is_number(value)
     if expected is int:  # Bounded: JSON has integers of any length, tables and charts do not.
@@ -246,7 +248,7 @@ class RunRecord:
     def from_json(cls, content: Mapping[str, Any]) -> "RunRecord":
         """Return the record that `to_json` described; raise ValueError if it is damaged."""
         if not isinstance(content, Mapping) or content.get("format") != RECORD_FORMAT:
-            got = content.get("format") if isinstance(content, Mapping) else type(content).__name__
+            got = content.get("format") if isinstance(content, Mapping) else None
             raise ValueError(
                 f"not a record of a run: format is {short_repr(got)}, expected {RECORD_FORMAT}"
             )

@@ -34,6 +34,7 @@ from gradherd.lab.tasks.task import (
     augments,
     carries_state,
     load_split,
+    new_model,
 )
 from gradherd.lab.train.checkpoint import Checkpointer, CheckpointStore, LoadedCheckpoint
 from gradherd.lab.train.config import RunConfig, count_steps
@@ -143,7 +144,9 @@ def run_all(
         (config,) = configs
         return [run_with_checkpoints(config, task, split, world, out, saving, progress)]
     groups = _group_runs(configs, task, split)
-    pays = configs[0].virtual and pays_in_processes(configs, parameter_count(task.model()), steps)
+    pays = configs[0].virtual and pays_in_processes(
+        configs, parameter_count(new_model(task)), steps
+    )
     cores = usable_cores() if pays else 1
     if cores > 1:
         # Dealt out, not cut: runs of a stack are sorted by what their orders need.
@@ -318,7 +321,7 @@ def _group_runs(
     """Return groups of run indices, and whether the runs of a group are stacked."""
     if not configs[0].virtual:
         return [([at], False) for at in range(len(configs))]
-    model = task.model()
+    model = new_model(task)
     groups: list[tuple[list[int], bool]] = []
     on_gpu = configs[0].device != "cpu"
     # Costs a forward pass; on a CPU, parameters bound the size of a stack.

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.flat import FlatSpec
-from gradherd.lab.tasks.task import Split, Task, Tensors, carries_state
+from gradherd.lab.tasks.task import Split, Task, Tensors, carries_state, new_model
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import BinnedSeries, can_track_prefix_sums, herding_bound
 from gradherd.lab.train.optimizers import FunctionalOptimizer
@@ -114,14 +114,16 @@ def why_not_mean_loss(task: Task, model: nn.Module, tensors: Sequence[Tensor]) -
     if carries_state(task):
         return "its loss carries a state from batch to batch"
     sample, model = _sample_indices(tensors), copy.deepcopy(model)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         # Perturbed: a newly initialised model may give every example the same loss.
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
         try:
             # A task may be a user's own, so the property is tested, not declared.
             whole = task.loss(model, *(tensor[sample] for tensor in tensors))
+            if not whole.requires_grad:
+                return "its loss has no gradient"  # A stack would train on zeros in silence.
             each = [task.loss(model, *(tensor[at : at + 1] for tensor in tensors)) for at in sample]
             mean = torch.stack(each).mean()
             # Sums in another order differ in the last bits.
@@ -225,7 +227,7 @@ class StackedTrainer(Trainer):
         for config in self._configs:
             # Each run starts from the weights that it would have alone.
             torch.manual_seed(config.seed)
-            self.model = task.model().to(self._device)
+            self.model = new_model(task).to(self._device)
             initial.append(nn.utils.parameters_to_vector(self.model.parameters()).detach())
         self._parameters = torch.stack(initial)
         size = self._size = self._parameters.shape[1]

@@ -15,6 +15,7 @@ from gradherd.comm.collectives import all_reduce
 from gradherd.comm.world import World
 from gradherd.lab.tasks.metrics import eval_mode
 from gradherd.lab.tasks.task import (
+    BadTask,
     Split,
     Task,
     Tensors,
@@ -23,6 +24,7 @@ from gradherd.lab.tasks.task import (
     augments,
     carries_state,
     check_loss,
+    new_model,
     overrides,
 )
 from gradherd.lab.train.config import RunConfig
@@ -127,7 +129,7 @@ class Trainer(ABC):
         self._split = split.to(self._device)
         self._examples = EpochExamples(config, task, self._split.train)
         torch.manual_seed(config.seed)
-        self.model = task.model().to(self._device)
+        self.model = new_model(task).to(self._device)
         """A model of the task; where several runs are trained, a template."""
 
     @abstractmethod
@@ -203,7 +205,10 @@ class TrainingLoss:
     def __call__(self, model: nn.Module, *examples: Tensor, worker: int = 0) -> Tensor:
         """Return the mean loss on a batch of one of the workers."""
         if not self._states:
-            return self._task.loss(model, *examples)
+            loss = self._task.loss(model, *examples)
+            if not loss.requires_grad:
+                raise BadTask(f"task {self._task.name!r}: loss() must depend on the model")
+            return loss
         state = self._states[worker]
         # A copy: the backward needs the state that the forward has read.
         loss, after = self._task.carried_loss(model, tuple(map(torch.clone, state)), *examples)
