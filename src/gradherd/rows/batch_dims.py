@@ -214,7 +214,9 @@ class BatchDims:
             layer, shape = layers[name], shapes.get(INPUT, torch.Size())
             key = (name, INPUT, len(shape))
             if key in self._known:
-                layer.ndim, layer.dim = len(shape), self._known[key]
+                dim = self._known[key]
+                layer.ndim = len(shape)
+                layer.dim = None if dim and layer.batch_is_first else dim
                 layer.uses_single = layer.is_single(shape)
 
 

@@ -257,11 +257,11 @@ class LayerPlan:
             for local, parameter in vector.items():
                 self._note(parameter, ParameterUse(layer, local))
         if isinstance(layer, NormLayer):
-            layer.parts, layer.reads_input = tuple(vector), "weight" in vector
+            layer.parts = tuple(vector)
         tail = prefix.removeprefix("out_proj.")
         layer.trained = (
-            (f"{tail}weight",) if layer.matrix is not None else (),
-            tuple(f"{tail}{local}" for local in vector),
+            f"{tail}weight" if "weight" in own else "",
+            f"{tail}bias" if "bias" in own else "",
         )
         self.pool.layers.append(layer)
 

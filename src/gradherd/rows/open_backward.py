@@ -5,6 +5,7 @@ Shapes: B examples of a full batch, n of those that come, N elements of a row.
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -21,22 +22,35 @@ class Table:
         """
         self._examples, self._width, self._like = examples, width, like
         self._rows: Tensor | None = None
+        self.length = self.address = 0
+        """Rows that there are, and their memory."""
+        self.scratch_size = self.scratch_address = 0
+        """Bytes for what kernels of the stream leave each other, and their memory."""
 
     def room(self, examples: int) -> Tensor:
         """Return the rows: B, or more in a step that will be refused."""
         before = self._rows
-        if before is None or examples > len(before):
-            rows = self._rows = self._like.new_zeros(max(self._examples, examples), self._width)
-            if before is not None:
-                rows[: len(before)] = before
-            return rows
-        return before
+        if before is not None and examples <= len(before):
+            return before
+        rows = self._like.new_zeros(max(self._examples, examples), self._width)
+        if before is not None:
+            rows[: len(before)] = before
+        return self._keep(rows)
+
+    def _keep(self, rows: Tensor) -> Tensor:
+        self._rows, self.length, self.address = rows, len(rows), rows.data_ptr()
+        return rows
+
+    def make_scratch(self, size: int) -> None:
+        """Provide so many bytes. Kernels before may still use the old ones: the stream is one."""
+        self._scratch = torch.empty(size, dtype=torch.uint8, device=self._like.device)
+        self.scratch_size, self.scratch_address = size, self._scratch.data_ptr()
 
     def add(self, rows: Tensor, start: int) -> None:
         """Add rows (n, ...), which are kept if they are all, from a column on."""
         is_all = rows.shape == (self._examples, self._width) and rows.dtype == self._like.dtype
         if self._rows is None and is_all:
-            self._rows = rows.contiguous()
+            self._keep(rows.contiguous())
         else:
             here = self.room(len(rows))[: len(rows), start : start + rows.shape[1]]
             here.add_(rows)
@@ -45,24 +59,33 @@ class Table:
 class OpenBackward:
     """What a backward has brought so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, examples: int, like: Tensor) -> None:
+        """Begin with nothing; see `Table`."""
+        self._examples, self._like = examples, like
         self.tables: dict[tuple[int, str], Table] = {}
         """By stream and key."""
         self.sizes: set[int] = set()
         """Numbers of examples of what was added; not by compiled layers."""
         self.accumulates = False
         """Whether it accumulates gradients, as `Tensor.backward` does."""
-        self._handle: Any = None
+        self.handle: Any = None
+        """Of the hook that tells so."""
+
+    def table(self, stream: int, key: str, width: int) -> Table:
+        """Return the rows of a stream and a key."""
+        found = self.tables.get((stream, key))
+        if found is None:
+            found = self.tables[stream, key] = Table(self._examples, width, self._like)
+        return found
 
     def watch(self, parameter: Tensor) -> None:
         """Note if the gradient of a parameter is accumulated; one is enough."""
-        if self._handle is None:
-            self._handle = parameter.register_post_accumulate_grad_hook(self._accumulated)
+        self.handle = parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def _accumulated(self, parameter: Tensor) -> None:
         self.accumulates = True
 
     def unwatch(self) -> None:
         """Leave the parameter as it was."""
-        if self._handle is not None:
-            self._handle.remove()
+        if self.handle is not None:
+            self.handle.remove()

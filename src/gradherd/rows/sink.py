@@ -29,13 +29,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradherd.rows.open_backward import OpenBackward, Table
+from gradherd.rows.open_backward import OpenBackward
 from gradherd.rows.sketch import has_kernels
 from gradherd.rows.torch_names import (
     call_after_backward,
     current_backward,
     keeps_graph,
-    packs_saved_tensors,
+    saved_tensor_hooks,
     stream_getter,
 )
 
@@ -62,12 +62,17 @@ Use = tuple[int, Any, bool]
 """How a layer is used: the dimension of the examples, what its class wants to know of it, and
 whether the map for one position is taken. A plain tuple: it becomes part of graphs."""
 Wanted = tuple[bool, bool]
-"""Whether rows of a layer's weight and of its vector are wanted."""
+"""Whether rows of a layer's weight or scale, and of its bias, are wanted."""
 Pair = tuple[Tensor | None, Tensor | None]
 """Something of a layer's weight and of its vector; None for what is not wanted."""
 Planner = Callable[[Tensor, Tensor, int, bool], "KernelPlan | None"]
 """Prepares kernels from input, gradient, elements between two rows, and whether both tensors begin
 at multiples of 16 bytes; None if no kernel reads them."""
+Plans = tuple[list[tuple["KernelPlan", "Place"]], Wanted]
+"""Kernels, each with the place of its rows, and the rows that they leave."""
+Place = tuple[str, int, int]
+"""Where rows are added: a key, and the columns of all rows of that key before and after which they
+come: how many there are, and the first of them."""
 
 
 class Tap(torch.autograd.Function):
@@ -265,9 +270,8 @@ class SinkPool:
                 )
 
     def _new_sink(self, at: int, slot: int, size: int) -> Tensor:
-        # Exact: as long as a parameter, so nothing is stored.
-        zeros = self.like.new_zeros(() if self.is_exact else (self.examples, size))
-        sink = zeros.expand(self.examples, size).requires_grad_()
+        # Nothing is stored: no layer reads it.
+        sink = self.like.new_zeros(()).expand(self.examples, size).requires_grad_()
         _call_weakly(sink, self._arrive, at, slot)
         return sink
 
@@ -291,18 +295,22 @@ class SinkPool:
             with torch.no_grad():
                 self.read(layer, use, wanted, inputs, grads.detach(), saved, parameter)
             return
-        backward = self._backward_now()
-        if parameter is not None:
+        backward = self._open.get(current_backward()) or self._begin_backward()
+        if parameter is not None and backward.handle is None:
             backward.watch(parameter)
         if self.has_kernels:
             stream, examples = self._stream(), grads.shape[0]
-            plans, wanted = layer.plans(use, wanted, inputs, grads, bool(saved))
-            for slot, plan in plans:
-                table, start = self._table(backward, layer, slot)
-                out = table.room(examples).data_ptr() + start * self.like.itemsize
-                # Memory of this stream: what comes next on it may have the same.
-                scratch = torch.empty(plan.scratch, dtype=torch.uint8, device=self.like.device)
-                plan.run(stream, inputs.data_ptr(), grads.data_ptr(), out, scratch.data_ptr())
+            at, grads_at = inputs.data_ptr(), grads.data_ptr()
+            is_aligned = (at | grads_at) % 16 == 0
+            plans, wanted = layer.plans(use, wanted, inputs, grads, bool(saved), is_aligned)
+            for plan, (key, width, start) in plans:
+                table = backward.tables.get((stream, key)) or backward.table(stream, key, width)
+                if examples > table.length:
+                    table.room(examples)
+                if plan.scratch > table.scratch_size:
+                    table.make_scratch(plan.scratch)
+                out = table.address + start * self.like.itemsize
+                plan.run(stream, at, grads_at, out, table.scratch_address)
                 backward.sizes.add(examples)
         if not any(wanted):
             return
@@ -311,39 +319,18 @@ class SinkPool:
             if rows is not None:
                 self.add(layer, slot, rows)
 
-    def place(self, layer: "SketchedLayer", slot: int) -> int | None:
-        """Return where in a row the rows of a map are added now; None if they are kept apart."""
-        return None if self.is_apart else layer.places[slot]
-
-    def _table(
-        self, backward: OpenBackward, layer: "SketchedLayer", slot: int
-    ) -> tuple[Table, int]:
-        """Return the rows that those of a map are added to, and the first column."""
-        place = self.place(layer, slot)
-        if place is None:
-            key, width = layer.own_keys[slot], layer.maps[slot].size
-        else:
-            key, width = ROW, self.row_size
-        stream = self._stream()
-        table = backward.tables.get((stream, key))
-        if table is None:
-            table = backward.tables[stream, key] = Table(self.examples, width, self.like)
-        return table, place or 0
-
-    def _backward_now(self) -> OpenBackward:
+    def _begin_backward(self) -> OpenBackward:
         task = current_backward()
-        found = self._open.get(task)
-        if found is None:
-            found = self._open[task] = OpenBackward()
-            call_after_backward(partial(self._end, task))
+        found = self._open[task] = OpenBackward(self.examples, self.like)
+        call_after_backward(partial(self._end, task))
         return found
 
     def add(self, layer: "SketchedLayer", slot: int, rows: Tensor) -> None:
         """Let rows (n, N) of a map wait until the backward that runs is over."""
-        backward = self._backward_now()
+        backward = self._open.get(current_backward()) or self._begin_backward()
         backward.sizes.add(len(rows))
-        table, start = self._table(backward, layer, slot)
-        table.add(rows, start)
+        key, width, start = layer.place(slot)
+        backward.table(self._stream(), key, width).add(rows, start)
 
     def _end(self, task: int) -> None:
         """Take what has waited for the end of a backward."""
@@ -366,16 +353,18 @@ class SinkPool:
         """Take the rows of a compiled layer, which autograd has brought to its sink."""
         layer, rows, sink.grad = self.layers[at], sink.grad, None
         assert rows is not None
-        backward = self._backward_now()
+        backward = self._open.get(current_backward()) or self._begin_backward()
         backward.accumulates = True
-        table, start = self._table(backward, layer, slot)
+        key, width, start = layer.place(slot)
         # A graph of CUDA writes its next results to the same place.
-        table.add(rows.clone() if self.place(layer, slot) is None else rows, start)
+        own = rows.clone() if rows.shape[1] == width else rows
+        backward.table(self._stream(), key, width).add(own, start)
 
     def _signalled(self, signal: Tensor) -> None:
         """Note that a backward accumulates gradients."""
         signal.grad = None
-        self._backward_now().accumulates = True
+        backward = self._open.get(current_backward()) or self._begin_backward()
+        backward.accumulates = True
 
     def batch_now(self) -> Any:
         """Return the examples of the forward that runs; None outside of forwards."""
@@ -436,18 +425,16 @@ class SketchedLayer(ABC):
         """Where in a row those are added; None: that is done when the backward is over."""
         self.sinks: tuple[Tensor | None, ...] = (None, None, None)
         """What they are the gradients of in a graph."""
-        self.trained: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-        """Local names of the parameters of weight and vector, one of which has to be trained."""
+        self.trained = ("", "")
+        """Local names of weight or scale, and of bias; empty for what has no rows."""
         self.casts = False
         """Whether autocast lowers the precision of the layer's input."""
-        self.dim: int | None = -1
-        """Batch dimension of the input, None if it has none, -1 if it is not known."""
+        self.dim: int | None = None
+        """Batch dimension of the input, as far as the layer has rows then; None without one."""
         self.ndim = -1
-        """Dimensions of the input that `dim` is about."""
+        """Dimensions of the input that `dim` is about; -1 if nothing is known."""
         self.batch_is_first = False
         """Whether the layer itself takes its first dimension for the batch."""
-        self.reads_input = False
-        """Whether rows of the vector need the input."""
         self.uses_single = False
         """Whether examples have one position in the input that `dim` is about."""
         self.features = 1
@@ -456,7 +443,8 @@ class SketchedLayer(ABC):
         """Whether the layer may be part of a graph."""
         self.is_idle = False
         """Whether rows are not read from it, except on batches on which layers are apart."""
-        self._plans: dict[Any, tuple[list[tuple[int, KernelPlan]], Wanted]] = {}
+        self._plans: dict[Any, Plans] = {}
+        self._last: tuple[Any, Plans] = (None, ([], (False, False)))
 
     @property
     def maps(self) -> tuple[Any, Any, Any]:
@@ -483,14 +471,21 @@ class SketchedLayer(ABC):
     ) -> Pair:
         """Return the columns of weight and vector for n examples; None for what is not wanted."""
 
-    def planners(self, use: Use, saves: bool) -> tuple[Planner | None, Planner | None]:
+    def planners(
+        self, use: Use, wanted: Wanted, saves: bool
+    ) -> tuple[Planner | None, Planner | None]:
         """Return what plans kernels for the rows of weight and vector; None where nothing does.
 
         Args:
             use: As in `columns`.
+            wanted: As in `columns`.
             saves: Whether anything but input and gradient is needed.
         """
         return None, None
+
+    def wanted_maps(self, wanted: Wanted) -> Wanted:
+        """Say whether rows of the maps of weight and vector are wanted."""
+        return wanted
 
     def is_single(self, shape: torch.Size) -> bool:
         """Say whether an input of this shape has one position for each example."""
@@ -515,7 +510,14 @@ class SketchedLayer(ABC):
         if not self.is_idle or self.pool.recorded is not None:
             return False
         # A graph must not depend on `is_apart`, which changes.
-        return torch.compiler.is_compiling() or not self.pool.is_apart
+        return torch.compiler.is_dynamo_compiling() or not self.pool.is_apart
+
+    def place(self, slot: int) -> Place:
+        """Return where the rows of a map are added now."""
+        start = None if self.pool.is_apart else self.places[slot]
+        if start is None:  # kept apart
+            return self.own_keys[slot], self.maps[slot].size, 0
+        return ROW, self.pool.row_size, start
 
     def rows(
         self, inputs: Tensor, grads: Tensor, use: Use, wanted: Wanted, saved: Sequence[Tensor]
@@ -532,32 +534,40 @@ class SketchedLayer(ABC):
         return matrix, vector
 
     def plans(
-        self, use: Use, wanted: Wanted, inputs: Tensor, grads: Tensor, saves: bool
-    ) -> tuple[list[tuple[int, "KernelPlan"]], Wanted]:
-        """Return the kernels for tensors like these, each with its map, and what they leave."""
-        is_aligned = (inputs.data_ptr() | grads.data_ptr()) % 16 == 0
+        self, use: Use, wanted: Wanted, inputs: Tensor, grads: Tensor, saves: bool,
+        is_aligned: bool,
+    ) -> Plans:  # fmt: skip
+        """Return the kernels for tensors like these, and what they leave."""
         key = (
             use, wanted, saves, self.pool.is_apart, is_aligned, inputs.shape, inputs.stride(),
             inputs.dtype, grads.shape, grads.stride(), grads.dtype,
         )  # fmt: skip
+        last, plans = self._last
+        if key == last:  # sooner found than looked up
+            return plans
         if key not in self._plans:
             if len(self._plans) > _MOST_PLANS:  # lengths that change from batch to batch
                 self._plans.clear()
-            found, left = [], list(wanted)
-            slots = (SINGLE if use[2] else MATRIX, VECTOR)
-            for which, (slot, make) in enumerate(
-                zip(slots, self.planners(use, saves), strict=True)
-            ):
-                if not wanted[which] or make is None:
-                    continue
-                is_kept = self.pool.place(self, slot) is None
-                width = self.maps[slot].size if is_kept else self.pool.row_size
-                plan = make(inputs, grads, width, is_aligned)
-                if plan is not None:
-                    found.append((slot, plan))
-                    left[which] = False
-            self._plans[key] = found, (left[0], left[1])
+            self._plans[key] = self._make_plans(use, wanted, inputs, grads, saves, is_aligned)
+        self._last = key, self._plans[key]
         return self._plans[key]
+
+    def _make_plans(
+        self, use: Use, wanted: Wanted, inputs: Tensor, grads: Tensor, saves: bool,
+        is_aligned: bool,
+    ) -> Plans:  # fmt: skip
+        found, left = [], list(self.wanted_maps(wanted))
+        slots = (SINGLE if use[2] else MATRIX, VECTOR)
+        pairs = zip(slots, self.planners(use, wanted, saves), strict=True)
+        for which, (slot, make) in enumerate(pairs):
+            if not left[which] or make is None:
+                continue
+            place = self.place(slot)
+            plan = make(inputs, grads, place[1], is_aligned)
+            if plan is not None:
+                found.append((plan, place))
+                left[which] = False
+        return found, (left[0], left[1])
 
     def padded(self, rows: Tensor | None) -> Tensor | None:
         """Give rows of a short batch the length of the sink."""
@@ -565,12 +575,12 @@ class SketchedLayer(ABC):
             return rows
         return F.pad(rows, (0, 0, 0, self.pool.examples - rows.shape[0]))
 
-    def batch_dim(self, inputs: Tensor) -> int | None:
-        """Return the dimension of an input that holds the examples; None if there is none."""
-        if self.ndim == inputs.dim():
-            return None if self.batch_is_first and self.dim else self.dim
-        # Not probed, as in a model that was compiled before its first batch: sizes decide, and
-        # what they leave open has no rows.
+    def guessed_dim(self, inputs: Tensor) -> int | None:
+        """Return the dimension of an input that holds the examples; None if there is none.
+
+        It was not probed, as in a model that was compiled before its first batch. So sizes decide,
+        and what they leave open has no rows.
+        """
         pool = self.pool
         batch, given = pool.batch_now(), pool.given_dim
         if inputs.dim() <= max(self.features, given or 0):
@@ -591,35 +601,36 @@ class SketchedLayer(ABC):
             part: What is special about this use, for `columns`.
         """
         pool = self.pool
+        dim = self.dim if self.ndim == inputs.dim() else self.guessed_dim(inputs)
         if pool.recorded is not None:
             pool.recorded.append((self.name, {INPUT: inputs.shape}))
-            if self.batch_dim(inputs) is not None:
-                return output
-            return self.tap_shared(module, inputs, output)
+            return self.tap_shared(module, inputs, output) if dim is None else output
         if not pool.is_open or not torch.is_grad_enabled() or not output.requires_grad:
             return output
-        if self.passes():
+        if self.is_idle and self.passes():
             return output
-        dim = self.batch_dim(inputs)
         if dim is None:
             return self.tap_shared(module, inputs, output)
-        weight = trained_parameter(module, self.trained[0])
-        shift = trained_parameter(module, self.trained[1])
-        if weight is None and shift is None:
+        # Either may have been frozen since.
+        scale, shift = self.trained
+        weight = trained_parameter(module, scale) if scale else None
+        bias = trained_parameter(module, shift) if shift else None
+        if weight is None and bias is None:
             return output
         single = self.single is not None and self.is_single(inputs.shape)
         if self.ndim == -1:  # not probed: what is seen now
             self.uses_single = single
-        use, wanted = (dim, part, single), (weight is not None, shift is not None)
+        use, wanted = (dim, part, single), (weight is not None, bias is not None)
         saved = self.saved(module)
         # What a bias needs is the gradient alone; the input may be changed then.
-        held = inputs if weight is not None or self.reads_input else pool.like
-        if torch.compiler.is_compiling():
+        held = pool.like if weight is None else inputs
+        if torch.compiler.is_dynamo_compiling():
             if inputs.shape[dim] > pool.examples:
                 return output
             return self.behind_tap(output, held, use, wanted, saved)
-        pool.see(inputs.shape[dim], output)
-        leaf = shift if weight is None else weight
+        if pool.is_apart or inputs.shape[dim] > pool.examples:
+            pool.see(inputs.shape[dim], output)
+        leaf: Any = bias if weight is None else weight
         # The layer may return a view, as nn.Linear does. Changed in place, that would get another
         # node, while what it is a view of keeps its own.
         is_view = output._base is not None
@@ -628,7 +639,7 @@ class SketchedLayer(ABC):
         # Parametrized weights are no leaves, and shards none between passes.
         if (
             not fits or whole.grad_fn is None or pool.is_sharded or not leaf.is_leaf
-            or packs_saved_tensors()
+            or saved_tensor_hooks(True) is not None
         ):  # fmt: skip
             return self.behind_tap(output, held, use, wanted, saved)
         watch = Watch(self, use, wanted, held, saved, leaf, whole.output_nr, output.shape)
@@ -640,11 +651,12 @@ class SketchedLayer(ABC):
         saved: tuple[Tensor, ...] = (),
     ) -> Tensor:  # fmt: skip
         """Return an output behind a tap: in a graph, and where a watch sees too little."""
-        traced = torch.compiler.is_compiling()
+        traced = torch.compiler.is_dynamo_compiling()
         sinks: Pair = (self.pool.signal, None)
         if traced:
-            matrix = self.sinks[SINGLE if use[2] else MATRIX] if wanted[0] else None
-            sinks = (matrix, self.sinks[VECTOR] if wanted[1] else None)
+            weight, vector = self.wanted_maps(wanted)
+            matrix = self.sinks[SINGLE if use[2] else MATRIX] if weight else None
+            sinks = (matrix, self.sinks[VECTOR] if vector else None)
         tapped: Tensor = Tap.apply(  # type: ignore[no-untyped-call]
             output, inputs.detach(), *sinks, self, use, wanted, traced, *saved
         )
@@ -652,7 +664,7 @@ class SketchedLayer(ABC):
 
     def tap_shared(self, module: nn.Module, inputs: Tensor, output: Tensor) -> Tensor:
         """Return the output of a use that has no batch dimension: it has no rows."""
-        if not torch.compiler.is_compiling() and self.pool.recorded is None:
+        if not torch.compiler.is_dynamo_compiling() and self.pool.recorded is None:
             shape = tuple(inputs.shape)
             self.pool.strangers[self.name] = (
                 f"its input of shape {shape} has no dimension for examples"
@@ -670,15 +682,12 @@ def is_spectrum(one: Any) -> bool:
     return hasattr(one, "buckets")
 
 
-def trained_parameter(module: nn.Module, names: tuple[str, ...]) -> Any:
-    """Return the first of these parameters that requires a gradient now; None if none does."""
+def trained_parameter(module: nn.Module, name: str) -> Any:
+    """Return a parameter if it requires a gradient now, else None."""
     parameters = module._parameters
-    for name in names:
-        # Parametrized weights are attributes only; looking up attributes of a module is slow.
-        parameter = parameters[name] if name in parameters else getattr(module, name)
-        if parameter is not None and parameter.requires_grad:
-            return parameter
-    return None
+    # Parametrized weights are attributes only; looking up attributes of a module is slow.
+    parameter = parameters[name] if name in parameters else getattr(module, name)
+    return parameter if parameter is not None and parameter.requires_grad else None
 
 
 class Tapped:
@@ -691,7 +700,7 @@ class Tapped:
         layer = self._gradherd_tap  # type: ignore[attr-defined]
         # The input comes first, whatever its name.
         inputs = args[0] if args else next(iter(kwargs.values()))
-        if layer.passes():
+        if layer.is_idle and layer.passes():
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if layer.casts and torch.is_autocast_enabled(inputs.device.type):
             # What autocast would do inside, done here: the layer and its rows then hold one copy.

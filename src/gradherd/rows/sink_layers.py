@@ -116,7 +116,9 @@ class LinearLayer(SketchedLayer):
                 total = F.pad(total, (part[0], self.vector.size - part[1]))
         return matrix, total
 
-    def planners(self, use: Use, saves: bool) -> tuple[Planner | None, Planner | None]:
+    def planners(
+        self, use: Use, wanted: Wanted, saves: bool
+    ) -> tuple[Planner | None, Planner | None]:
         """Plan kernels if examples come first."""
         from gradherd.rows import triton_layers
 
@@ -220,7 +222,9 @@ class ConvLayer(SketchedLayer):
             small = small.unfold(at, (size - 1) * dilation + 1, stride)[..., ::dilation]
         return small.movedim(1, 1 + dims).flatten(1 + dims).flatten(1, dims)
 
-    def planners(self, use: Use, saves: bool) -> tuple[Planner | None, Planner | None]:
+    def planners(
+        self, use: Use, wanted: Wanted, saves: bool
+    ) -> tuple[Planner | None, Planner | None]:
         """Plan kernels for the filters of a plain convolution over two dimensions."""
         from gradherd.rows import triton_layers
 
@@ -328,17 +332,22 @@ class NormLayer(SketchedLayer):
     ) -> Pair:
         """Return the gradients from inputs and gradients of one shape."""
         found = []
-        for part, trains in zip(self.parts, use[1], strict=True):
-            each = grads if part == "bias" else grads * self.normalized(inputs, saved)
-            rows = self.summed(each, use[0])
-            found.append(rows if trains else rows * 0)
+        for part in self.parts:
+            is_shift = part == "bias"
+            if not wanted[is_shift]:  # frozen since
+                found.append(self.summed(grads, use[0]) * 0)
+                continue
+            each = grads if is_shift else grads * self.normalized(inputs, saved)
+            found.append(self.summed(each, use[0]))
         return None, found[0] if len(found) == 1 else torch.cat(found, 1)
 
-    def tap(self, module: nn.Module, inputs: Tensor, output: Tensor, part: Any = None) -> Tensor:
-        """Return the output, behind a tap if rows are wanted."""
-        # Either may have been frozen since.
-        trains = tuple(trained_parameter(module, (one,)) is not None for one in self.parts)
-        return super().tap(module, inputs, output, trains)
+    def wanted_maps(self, wanted: Wanted) -> Wanted:
+        """Scale and shift are one vector."""
+        return False, any(wanted)
+
+    def is_whole_wanted(self, wanted: Wanted) -> bool:
+        """Say whether rows of all parts are wanted."""
+        return all(wanted[part == "bias"] for part in self.parts)
 
     def summed(self, each: Tensor, dim: int) -> Tensor:
         """Add up over the positions of each example."""
@@ -367,11 +376,13 @@ class LastDimsNorm(NormLayer):
         wide = inputs.float() if self.in_float32 else at_least_float32(inputs)
         return norm(wide, self.shape, eps=self.eps)
 
-    def planners(self, use: Use, saves: bool) -> tuple[Planner | None, Planner | None]:
+    def planners(
+        self, use: Use, wanted: Wanted, saves: bool
+    ) -> tuple[Planner | None, Planner | None]:
         """Plan kernels for a norm over the last dimension."""
         from gradherd.rows import triton_layers
 
-        if use[0] or not all(use[1]) or len(self.shape) > 1 or self.parts[0] != "weight":
+        if use[0] or not wanted[0] or not self.is_whole_wanted(wanted) or len(self.shape) > 1:
             return None, None
         if self.eps is None:  # it depends on the dtype
             return None, None
@@ -406,11 +417,13 @@ class ChannelNorm(NormLayer):
         mean, var = (one.to(wide) for one in saved) if saved else (None, None)
         return F.batch_norm(wide, mean, var, training=not saved, eps=self.eps)
 
-    def planners(self, use: Use, saves: bool) -> tuple[Planner | None, Planner | None]:
+    def planners(
+        self, use: Use, wanted: Wanted, saves: bool
+    ) -> tuple[Planner | None, Planner | None]:
         """Plan kernels for a BatchNorm in training."""
         from gradherd.rows import triton_layers
 
-        if self.groups or saves or not all(use[1]) or self.parts != ("weight", "bias"):
+        if self.groups or saves or not all(wanted):
             return None, None
         return None, partial(triton_layers.plan_batch_norm, self.vector, self.eps)
 

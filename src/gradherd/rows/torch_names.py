@@ -78,14 +78,11 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 """Says whether the graph of the backward that runs is kept for another one."""
 
 
-_top_hooks: Callable[[bool], Any] | None = getattr(
-    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+saved_tensor_hooks: Callable[[bool], Any] = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignores_tracing: True
 )
-
-
-def packs_saved_tensors() -> bool:
-    """Say whether what layers save for their backward may be packed: checkpoints, offloading."""
-    return _top_hooks is None or _top_hooks(True) is not None
+"""Returns not None if what layers save for their backward may be packed: checkpoints, offloading.
+"""
 
 
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
