@@ -31,8 +31,7 @@ from slow_measure import measure_all, progress, running, train_all
 from slow_page import page
 
 from gradherd.advise import units
-from gradherd.advise.choices import Choice, Setting, num_buckets, predict
-from gradherd.advise.costs import OVERHEADS, NetworkLink
+from gradherd.advise.choices import OVERHEADS, Choice, NetworkLink, Setting, num_buckets, predict
 from gradherd.lab.train.measurements import hardware, versions
 
 CASES = (

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from gradherd.advise.choices import Setting, predict
-from gradherd.advise.costs import NetworkLink, typical_overheads
+from gradherd.advise.choices import NetworkLink, Setting, predict, typical_overheads
 from gradherd.lab.bench.bench_coordination import bench_coordination, published_loop
 from gradherd.lab.bench.bench_step import bench_step
 from gradherd.lab.bench.timing import ceiling_keys, measure_cases, median_seconds

@@ -17,12 +17,16 @@ import gradherd as gh
 import gradherd.advise
 from gradherd.advise import units
 from gradherd.advise.calibrate import wide_model
-from gradherd.advise.choices import EXCHANGES, ORDERS, Setting, all_choices, predict
-from gradherd.advise.costs import (
+from gradherd.advise.choices import (
+    EXCHANGES,
+    ORDERS,
     NetworkLink,
+    Setting,
+    all_choices,
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
+    predict,
     typical_overheads,
 )
 from gradherd.advise.decide import RIVALS, advise, break_even, code_for

@@ -5,8 +5,7 @@ import sys
 import pytest
 import torch
 
-from gradherd.advise.choices import Setting, predict
-from gradherd.advise.costs import NetworkLink, typical_overheads
+from gradherd.advise.choices import NetworkLink, Setting, predict, typical_overheads
 from gradherd.lab.study.file import read_study
 from gradherd.lab.study.kinds import RunContext, StudyProgress, kind_of
 from gradherd.lab.study.run import missing_runs, plan_runs, run_planned

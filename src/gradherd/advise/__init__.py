@@ -1,5 +1,5 @@
 """Predict whether a sparse exchange pays, from a few numbers about a cluster and a model.
 
-`costs` knows what collectives and methods cost, `choices` predicts a step for each exchange and
+`choices` knows what collectives and methods cost and predicts a step for each exchange and
 order, `decide` recommends one; all of it is arithmetic on plain numbers. `calibrate` measures them.
 """

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from gradherd.advise.choices import Setting
-from gradherd.advise.costs import DEVICES, GOODPUT, NetworkLink, typical_overheads
+from gradherd.advise.choices import DEVICES, GOODPUT, NetworkLink, Setting, typical_overheads
 from gradherd.advise.decide import advise
 from gradherd.advise.measured import MODELS
 from gradherd.advise.units import (

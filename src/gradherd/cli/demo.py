@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from gradherd.advise.choices import Setting, predict
-from gradherd.advise.costs import NetworkLink, typical_overheads
+from gradherd.advise.choices import NetworkLink, Setting, predict, typical_overheads
 from gradherd.cli.options import MAX_PROCESSES, MAX_SEEDS, TrainingOptions
 from gradherd.cli.parser import Arg, CommandFailed, FolderOption, whole
 from gradherd.cli.terminal import MARKS, can_draw, paint, print_json, say, terminal_width
