@@ -111,8 +111,9 @@ class StudyCommand:
     ) -> list[dict[str, Any]]:
         from gradherd.cli.launch import raise_interrupt
         from gradherd.cli.progress import ProgressBar, is_quiet
+        from gradherd.lab.ranks import ProcessDied
         from gradherd.lab.study.kinds import RunContext, task_path
-        from gradherd.lab.study.run import ProcessDied, run_planned
+        from gradherd.lab.study.run import run_planned
         from gradherd.lab.tasks.data_files import DamagedData
         from gradherd.lab.tasks.task import BadTask, UnsuitableSettings
         from gradherd.lab.train.loop import BadStart

@@ -17,7 +17,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
 from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
@@ -38,6 +39,13 @@ _GRACE = 3.0
 # Imported once by the server instead of once per rank: DDP's constructor needs torch._dynamo (900
 # modules, 2 s), and most ranks need what attach imports (0.25 s).
 _PRELOAD = ["torch._dynamo", "gradherd.hooks.attach"]
+
+
+_POLL_SECONDS = 0.05
+
+
+class ProcessDied(RuntimeError):
+    """A process of a pool ended without returning its results."""
 
 
 class RankError(RuntimeError):
@@ -217,6 +225,40 @@ def in_pool(fn: Callable[..., Any], *args: Any) -> Any:
         except Exception:  # An error of a user's task need not be picklable.
             raise RuntimeError(f"{type(error).__name__}: {error}") from None
         raise
+
+
+def run_parts(
+    fn: Callable[[Any], Any],
+    parts: Sequence[Any],
+    count: int,
+    method: str,
+    *start: Any,
+    poll: Callable[[], None] | None = None,
+) -> Iterator[tuple[int, Any]]:
+    """Run `fn(part)` of each part in a pool; yield its index with its result or error, as it ends.
+
+    `method` and `start` are for `process_pool`; `poll` is called now and then while parts run.
+
+    Raises:
+        ProcessDied: A process of the pool was killed.
+    """
+    with process_pool(min(count, len(parts)), method, *start) as pool:
+        futures = {pool.submit(in_pool, fn, part): at for at, part in enumerate(parts)}
+        running = set(futures)
+        while running:
+            done, running = wait(running, _POLL_SECONDS if poll else None, FIRST_COMPLETED)
+            if poll:
+                poll()
+            for future in done:
+                error = future.exception()
+                if isinstance(error, BrokenProcessPool):
+                    # It fails all futures that were not done, whichever process died.
+                    lost = sum(not one.done() or one.exception() is not None for one in futures)
+                    raise ProcessDied(
+                        f"a process was killed, perhaps out of memory: {lost} of {len(parts)} "
+                        f"batches are not done; fewer than {count} processes need less memory"
+                    )
+                yield futures[future], future.result() if error is None else error
 
 
 def _start_in_pool(end: Connection, start: Callable[..., None] | None, *args: Any) -> None:

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradherd.lab.ranks import ProcessDied
 from gradherd.lab.study import run
 from gradherd.lab.study.kinds import PlannedRun, RunContext
 from gradherd.lab.study.results import RunResult, read_arms
-from gradherd.lab.study.run import ProcessDied, run_parallel, split_batches, store_results
+from gradherd.lab.study.run import run_parallel, split_batches, store_results
 
 WHERE = RunContext(folder=Path())
 
@@ -89,7 +90,7 @@ def test_batches_are_made_in_other_processes_and_one_that_fails_stops_no_other()
 
 
 def test_a_process_that_dies_is_told_of():
-    with pytest.raises(ProcessDied, match="2 of 2 batches are not done; fewer than 1 --jobs"):
+    with pytest.raises(ProcessDied, match="2 of 2 batches are not done; fewer than 1 processes"):
         list(run_parallel(dies, [[piece(0)], [piece(1)]], WHERE, 1))
 
 

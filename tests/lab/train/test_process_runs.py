@@ -124,7 +124,7 @@ def test_an_error_of_a_process_is_raised_here():
     for part, error, text in [
         ("error", ValueError, "lr is odd"),
         ("unpicklable", RuntimeError, "_Local: <function"),
-        ("killed", RuntimeError, "ended from outside"),
+        ("killed", RuntimeError, "batches are not done; fewer than 2 processes"),
     ]:
         with pytest.raises(error, match=text):
             runner.run_in_processes(fail, ["fine", part], 2, Progress())

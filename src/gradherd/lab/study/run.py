@@ -4,8 +4,6 @@ import dataclasses
 import fnmatch
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 
 import torch
 
-from gradherd.lab.ranks import in_pool, process_pool
+from gradherd.lab.ranks import run_parts
 from gradherd.lab.study.file import Study
 from gradherd.lab.study.kinds import PlannedRun, RunContext, StudyProgress, kind_of
 from gradherd.lab.study.results import (
@@ -27,10 +25,6 @@ from gradherd.lab.study.results import (
 from gradherd.lab.train.measurements import hardware, versions
 
 RunBatch = Callable[[Sequence[PlannedRun], RunContext], list[RunResult]]
-
-
-class ProcessDied(RuntimeError):
-    """A worker process ended without returning its results."""
 
 
 def plan_runs(
@@ -177,15 +171,11 @@ def run_parallel(
     # A progress bar belongs to this process, and cannot be sent to another.
     quiet = dataclasses.replace(context, progress=StudyProgress())
     failed: Exception | None = None
-    with process_pool(min(jobs, len(parts)), "spawn") as pool:
-        futures = [pool.submit(in_pool, _run_part, run, part, quiet) for part in parts]
-        for future in as_completed(futures):
-            try:
-                yield future.result()
-            except BrokenProcessPool:
-                raise ProcessDied(_died_message(futures, jobs)) from None
-            except Exception as error:  # Raised below, once the others are done.
-                failed = failed or error
+    for _, results in run_parts(partial(_run_part, run, quiet), parts, jobs, "spawn"):
+        if isinstance(results, Exception):  # Raised below, once the others are done.
+            failed = failed or results
+        else:
+            yield results
     if failed is not None:
         raise failed
 
@@ -206,17 +196,8 @@ def split_batches(batches: Sequence[Sequence[PlannedRun]], jobs: int) -> list[li
     return parts
 
 
-def _run_part(run: RunBatch, part: Sequence[PlannedRun], context: RunContext) -> list[RunResult]:
+def _run_part(run: RunBatch, context: RunContext, part: Sequence[PlannedRun]) -> list[RunResult]:
     results = run(part, context)
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # Processes share the GPU: cached memory is missing elsewhere.
     return results
-
-
-def _died_message(futures: Sequence[Future[list[RunResult]]], jobs: int) -> str:
-    # A broken pool fails all futures that were not done, whichever process died.
-    lost = sum(not future.done() or future.exception() is not None for future in futures)
-    return (
-        f"a process was killed, perhaps out of memory: {lost} of {len(futures)} batches are not "
-        f"done; fewer than {jobs} --jobs need less memory"
-    )

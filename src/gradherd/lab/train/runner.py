@@ -13,8 +13,6 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 
 from gradherd.comm.checks import check_whole
 from gradherd.comm.world import World
-from gradherd.lab.ranks import in_pool, process_pool, start_fork_server
+from gradherd.lab.ranks import run_parts, start_fork_server
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import (
     Split,
@@ -226,22 +224,9 @@ def _is_known_elsewhere(config: RunConfig) -> bool:
     return all(type(one).__module__.startswith("gradherd.") for one in made)
 
 
-class _SentProgress(Progress):
-    """Sends each call to the process that shows it."""
-
-    def __init__(self, messages: Any) -> None:
-        for name in ("group", "step", "epoch"):
-            setattr(self, name, partial(self._send, messages, name))
-
-    @staticmethod
-    def _send(messages: Any, name: str, *values: Any) -> None:
-        messages.put((name, values))
-
-
 Train = Callable[[list[RunConfig], Progress], list[RunRecord]]
 """Trains the runs of a part, and returns their records; it must be picklable."""
-_POLL_SECONDS = 0.05
-_progress = Progress()  # in a process of the pool, the one that sends
+_progress = Progress()  # in a process of the pool, it sends each call to the one that shows it
 
 
 def run_in_processes(
@@ -256,29 +241,27 @@ def run_in_processes(
     # (autograd, OpenMP) hold locks that a copy would wait for forever.
     start_fork_server(run_in_processes)
     messages = multiprocessing.get_context("forkserver").SimpleQueue()
-    count = min(processes, len(parts))
-    with process_pool(count, "forkserver", _send_progress, messages) as pool:
-        futures = [pool.submit(in_pool, _train_part, train, part) for part in parts]
-        running = set(futures)
-        while running:
-            done, running = wait(running, _POLL_SECONDS, FIRST_COMPLETED)
-            while not messages.empty():
-                name, values = messages.get()
-                getattr(progress, name)(*values)
-            try:
-                for future in done:
-                    future.result()
-            except BrokenProcessPool:
-                raise RuntimeError(
-                    "a process that trained some of the runs was ended from outside: was there "
-                    "enough memory?"
-                ) from None
-        return [future.result() for future in futures]
+
+    def show() -> None:
+        while not messages.empty():
+            name, values = messages.get()
+            getattr(progress, name)(*values)
+
+    records: dict[int, list[RunRecord]] = {}
+    pool = ("forkserver", _send_progress, messages)
+    for at, done in run_parts(partial(_train_part, train), parts, processes, *pool, poll=show):
+        if isinstance(done, Exception):
+            raise done
+        records[at] = done
+    return [records[at] for at in range(len(parts))]
 
 
 def _send_progress(messages: Any) -> None:
-    global _progress
-    _progress = _SentProgress(messages)
+    def send(name: str, *values: Any) -> None:
+        messages.put((name, values))
+
+    for name in ("group", "step", "epoch"):
+        setattr(_progress, name, partial(send, name))
 
 
 def _train_part(train: Train, part: list[RunConfig]) -> list[RunRecord]:
