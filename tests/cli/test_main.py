@@ -151,6 +151,7 @@ def test_a_reader_that_leaves_early_is_no_error(tiny):
 
 def test_only_rank_0_speaks_under_torchrun(capsys, tiny, monkeypatch):
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     assert run(capsys, "replay", "order", tiny, "--json") == (0, "", "")
 

@@ -9,7 +9,6 @@ import pytest
 from gradherd.cli import progress
 from gradherd.cli.main import main
 from gradherd.cli.progress import ProgressBar
-from gradherd.lab.study.kinds import PlannedRun
 from gradherd.lab.tasks import find_task
 from gradherd.lab.train.config import plan_runs
 
@@ -93,7 +92,7 @@ def test_a_line_on_a_terminal_is_replaced_in_place_and_erased(capsys, clock, mon
     monkeypatch.setenv("COLUMNS", str(width))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with ProgressBar(study_runs=12) as bar:
-        bar.begin_batch([PlannedRun(arm="id-pair-grab + exdyna 0.001", seed=0, settings={})])
+        bar.begin_arm("id-pair-grab + exdyna 0.001", 0, 1)
         bar.begin(1, 8)
         bar.epoch(10, [0.61234])
         clock[0] += 30

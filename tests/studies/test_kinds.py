@@ -7,7 +7,7 @@ import torch
 
 from gradherd.advise.choices import NetworkLink, Setting, predict, typical_overheads
 from gradherd.lab.study.file import read_study
-from gradherd.lab.study.kinds import RunContext, StudyProgress, kind_of
+from gradherd.lab.study.kinds import Progress, RunContext, kind_of
 from gradherd.lab.study.run import missing_runs, plan_runs, run_planned
 from gradherd.lab.tasks.registry import find_task
 from gradherd.ordering.sharding import UnitSharding
@@ -35,10 +35,10 @@ def test_series_are_thinned():
 
 
 def test_density_shows_the_same_gradients_to_every_sparsifier(tmp_path):
-    class Counted(StudyProgress):
+    class Counted(Progress):
         batches = 0
 
-        def begin_batch(self, batch):
+        def begin_arm(self, arm, seed, runs):
             self.batches += 1
 
     arms = [

@@ -17,7 +17,7 @@ from gradherd.cli.parser import CommandFailed, UsageError
 from gradherd.cli.progress import ProgressBar, is_quiet
 from gradherd.cli.terminal import under_torchrun
 from gradherd.comm.world import World, join_torchrun_group
-from gradherd.lab.ranks import RankError, run_ranks
+from gradherd.lab.ranks import ProcessDied, RankError, handling, one_thread, run_ranks
 from gradherd.lab.tasks.data_files import DamagedData
 from gradherd.lab.tasks.task import BadTask, UnsuitableSettings
 from gradherd.lab.train.config import RunConfig
@@ -35,17 +35,33 @@ _COLLECTIVE_TIMEOUT = 1800.0
 
 def measure_on_ranks(fn: Callable[..., Any], workers: int, *args: Any) -> Any:
     """Run a module-level function on local gloo ranks; return what rank 0 returns."""
-    try:
+    with reported_errors():
         return run_ranks(fn, workers, *args, timeout=_MEASUREMENT_DEADLINE)[0]
+
+
+@contextlib.contextmanager
+def reported_errors(*, saves: bool = False) -> Iterator[None]:
+    """Turn errors of training into those of the command line.
+
+    Unless it `saves` itself, SIGTERM acts like Ctrl-C inside.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        with handling(() if saves else (signal.SIGTERM,), interrupt):
+            yield
+    # Sentences about a user's settings, data or task: no defect to trace.
+    except (UnsuitableSettings, BadTask) as error:
+        raise UsageError(str(error)) from None
+    except (DamagedData, BadStart, ProcessDied) as error:
+        raise CommandFailed(str(error)) from None
     except RankError as error:
-        raise _failure(error) from None
-
-
-def _failure(error: RankError) -> Exception:
-    # The message has the rank's traceback; `reason` says the same in one line.
-    if os.environ.get("GRADHERD_TRACEBACK"):
-        return error
-    return (UsageError if error.kind == "BadTask" else CommandFailed)(error.reason)
+        # The message has the rank's traceback; `reason` says the same in one line.
+        if os.environ.get("GRADHERD_TRACEBACK"):
+            raise
+        raise (UsageError if error.kind == "BadTask" else CommandFailed)(error.reason) from None
 
 
 @contextlib.contextmanager
@@ -83,50 +99,34 @@ def train_runs(
 
     Without `saving`, which says how to save checkpoints, SIGTERM acts like Ctrl-C.
     """
-    previous, threads = signal.getsignal(signal.SIGTERM), torch.get_num_threads()
-    # With checkpoints SIGTERM means save and stop, which `Checkpointer` handles.
-    if saving is None:
-        signal.signal(signal.SIGTERM, raise_interrupt)
     # One tuple for all ways of training: what local ranks get is pickled.
-    quiet = is_quiet(options.quiet)
-    job = (list(configs), out, options.data_dir, saving, quiet)
+    job = (list(configs), out, options.data_dir, saving, is_quiet(options.quiet))
     try:
-        if configs[0].virtual:
-            # One thread, as a rank has: small steps gain nothing from more.
-            torch.set_num_threads(1)
-            return train_on_this_rank(*job)
-        if under_torchrun():
-            with torchrun_group(configs[0].device):
+        # With checkpoints SIGTERM means save and stop, which `Checkpointer` handles.
+        with reported_errors(saves=saving is not None), one_thread():
+            if configs[0].virtual:
                 return train_on_this_rank(*job)
-        records: list[RunRecord] = run_ranks(
-            train_on_this_rank,
-            configs[0].workers,
-            *job,
-            timeout=_TRAINING_DEADLINE,
-            collective_timeout=_COLLECTIVE_TIMEOUT,
-            # Ranks save themselves, so they must hear of SIGTERM, and this process must outlive it
-            # to collect the records.
-            forward_signals=() if saving is None else (signal.SIGTERM,),
-        )[0]
-        return records
+            if under_torchrun():
+                with torchrun_group(configs[0].device):
+                    return train_on_this_rank(*job)
+            records: list[RunRecord] = run_ranks(
+                train_on_this_rank,
+                configs[0].workers,
+                *job,
+                timeout=_TRAINING_DEADLINE,
+                collective_timeout=_COLLECTIVE_TIMEOUT,
+                # Ranks save themselves, so they must hear of SIGTERM, and this process must outlive
+                # it to collect the records.
+                forward_signals=() if saving is None else (signal.SIGTERM,),
+            )[0]
+            return records
     except BaseException as error:
         # The record would otherwise say "running" for ever. If the disk is what failed, marking
         # fails as well; the first error says more.
         interrupted = isinstance(error, KeyboardInterrupt)
         with contextlib.suppress(OSError):
             mark_unfinished(out, "interrupted" if interrupted else "failed")
-        # Sentences about a user's settings, data or task: no defect to trace.
-        if isinstance(error, UnsuitableSettings | BadTask):
-            raise UsageError(str(error)) from None
-        if isinstance(error, DamagedData | BadStart):
-            raise CommandFailed(str(error)) from None
-        if isinstance(error, RankError):
-            raise _failure(error) from None
         raise
-    finally:
-        # A caller that uses us as a library wants its own back.
-        signal.signal(signal.SIGTERM, previous)
-        torch.set_num_threads(threads)
 
 
 def train_missing(
@@ -145,11 +145,6 @@ def train_missing(
     missing = [config for config, record in zip(configs, known, strict=True) if record is None]
     trained = iter(train_runs(missing, out, options) if missing else [])
     return [next(trained) if record is None else record for record in known]
-
-
-def raise_interrupt(number: int, frame: FrameType | None) -> None:
-    """Handle a signal as Ctrl-C."""
-    raise KeyboardInterrupt
 
 
 def train_on_this_rank(

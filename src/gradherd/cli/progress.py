@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from gradherd.cli.terminal import terminal_width
-from gradherd.lab.study.kinds import PlannedRun, StudyProgress
 from gradherd.lab.text import in_seconds, printable
 from gradherd.lab.train.config import RunConfig
+from gradherd.lab.train.loop import Progress
 
 _FIRST_LINE = 10.0
 """Seconds until the first line, and at least between two lines."""
@@ -32,7 +32,7 @@ def is_quiet(option: bool) -> bool:
     return option or bool(os.environ.get(QUIET))
 
 
-class ProgressBar(StudyProgress):
+class ProgressBar(Progress):
     """Show which run is being trained, how far it is, its loss, and the time left.
 
     A training is one bar from the first run to the last. A study starts the bar anew for each batch
@@ -81,9 +81,9 @@ class ProgressBar(StudyProgress):
             self._name = self._next_runs(f"{one.order}{sparse}, seed {one.seed}", len(configs))
             self._loss = ""  # that of the runs before
 
-    def begin_batch(self, batch: Sequence[PlannedRun]) -> None:
+    def begin_arm(self, arm: str, seed: int, runs: int) -> None:
         """Name the runs of a study that start now."""
-        self.start(self._next_runs(f"{batch[0].arm}, seed {batch[0].seed}", len(batch)), None)
+        self.start(self._next_runs(f"{arm}, seed {seed}", runs), None)
 
     def begin_parallel(self, runs: int, jobs: int) -> None:
         """Count finished runs instead of steps, for runs in several processes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from gradherd.cli.options import check_data, named_task, usable_device
 from gradherd.cli.parser import (
     Arg,
-    CommandFailed,
     Count,
     FileArgument,
     FolderOption,
@@ -109,14 +107,10 @@ class StudyCommand:
     def _run_missing(
         self, study: Study, todo: Sequence[PlannedRun], out: Path
     ) -> list[dict[str, Any]]:
-        from gradherd.cli.launch import raise_interrupt
+        from gradherd.cli.launch import reported_errors
         from gradherd.cli.progress import ProgressBar, is_quiet
-        from gradherd.lab.ranks import ProcessDied
         from gradherd.lab.study.kinds import RunContext, task_path
         from gradherd.lab.study.run import run_planned
-        from gradherd.lab.tasks.data_files import DamagedData
-        from gradherd.lab.tasks.task import BadTask, UnsuitableSettings
-        from gradherd.lab.train.loop import BadStart
 
         if not todo:
             return []
@@ -124,10 +118,10 @@ class StudyCommand:
             # Only if something is to be run: verdicts on existing results need no data.
             check_data(named_task(task_path(study.task, study.folder)), self.data_dir)
         runs: list[dict[str, Any]] = []
-        # SIGTERM acts like Ctrl-C: results are written run by run, so none is left half-written.
-        previous = signal.signal(signal.SIGTERM, raise_interrupt)
+        bar = ProgressBar(study_runs=len(todo), quiet=is_quiet(False))
         try:
-            with ProgressBar(study_runs=len(todo), quiet=is_quiet(False)) as bar:
+            # Results are written run by run, so SIGTERM leaves none half-written.
+            with reported_errors(), bar:
                 context = RunContext(
                     folder=study.folder,
                     device=_device(study, self.device),
@@ -140,12 +134,6 @@ class StudyCommand:
             # Their results are on disk, and --resume runs the rest.
             print(f"gradherd: {len(runs)} of {len(todo)} runs are in {out}", file=sys.stderr)
             raise
-        except (UnsuitableSettings, BadTask) as error:
-            raise UsageError(str(error)) from None
-        except (BadStart, DamagedData, ProcessDied) as error:
-            raise CommandFailed(str(error)) from None
-        finally:
-            signal.signal(signal.SIGTERM, previous)
         return runs
 
     def _print_result(

@@ -37,7 +37,7 @@ _GAP = "  "
 def under_torchrun() -> bool:
     """Return whether torchrun started this process."""
     # RANK and WORLD_SIZE prove nothing: other launchers set them, and shells keep them.
-    counts = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    counts = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
     return "TORCHELASTIC_RUN_ID" in os.environ and all(map(str.isdecimal, counts))
 
 

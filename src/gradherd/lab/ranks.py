@@ -115,8 +115,14 @@ def run_ranks(
         assert ranks is not None
         if on_start is not None:
             on_start([process.pid for process in ranks.processes])
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            for process in ranks.processes:
+                if process.is_alive() and process.pid is not None:
+                    os.kill(process.pid, number)
+
         try:
-            with _forwarding(forward_signals, ranks.processes):
+            with handling(forward_signals, forward):
                 _join(ranks.processes, getattr(fn, "__name__", str(fn)), folder, deadline, timeout)
         finally:
             # Killed, not terminated: a rank that is stuck in a collective runs no signal handler.
@@ -304,20 +310,27 @@ def start_fork_server(fn: Callable[..., Any]) -> None:
 
 
 @contextlib.contextmanager
-def _forwarding(signals: Sequence[int], processes: Sequence[BaseProcess]) -> Iterator[None]:
-    """Forward the signals that this process receives to the ranks."""
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        for process in processes:
-            if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, number)
-
-    before = {number: signal.signal(number, forward) for number in signals}
+def handling(
+    signals: Sequence[int], handler: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    """Handle signals inside, and as before afterwards."""
+    before = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, one in before.items():
+            signal.signal(number, one)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch use one thread inside, as each rank does: sums then have the same bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _join(

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
 from gradherd.comm.world import World
+from gradherd.lab.ranks import one_thread
 from gradherd.lab.study.file import Study, check_types
 from gradherd.lab.study.results import describe_run, to_columns
 from gradherd.lab.tasks.registry import class_in_file, find_task
@@ -54,16 +53,6 @@ class RunOutcome:
     status: str = "done"
 
 
-class StudyProgress(Progress):
-    """Receives the progress of a study; this base class ignores it."""
-
-    def begin_batch(self, batch: Sequence[PlannedRun]) -> None:
-        """A batch of runs starts."""
-
-    def begin_parallel(self, runs: int, jobs: int) -> None:
-        """Runs start in several processes; from now on each step is a finished run."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
     """What runs depend on besides their settings."""
@@ -72,7 +61,7 @@ class RunContext:
     """Folder of the study file."""
     device: str = "cpu"
     data_dir: Path | None = None
-    progress: StudyProgress = field(default_factory=StudyProgress)
+    progress: Progress = field(default_factory=Progress)
 
 
 class StudyKind(ABC):
@@ -141,18 +130,10 @@ class CompareStudy(StudyKind):
     def run(self, runs: Sequence[PlannedRun], context: RunContext) -> list[RunOutcome]:
         """Train the runs of a batch."""
         configs = [_config(run, context) for run in runs]
-        threads = torch.get_num_threads()
-        # Small steps gain nothing from threads, and sums stay in the order of those of real ranks.
-        torch.set_num_threads(1)
-        try:
+        with one_thread():
             records = run_all(
-                configs,
-                World.single(),
-                data_dir=context.data_dir,
-                progress=context.progress,
+                configs, World.single(), data_dir=context.data_dir, progress=context.progress
             )
-        finally:
-            torch.set_num_threads(threads)
         return [
             RunOutcome(figures=to_columns(one), about=describe_run(one), status=one.status)
             for one in records

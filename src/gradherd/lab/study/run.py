@@ -13,7 +13,7 @@ import torch
 
 from gradherd.lab.ranks import run_parts
 from gradherd.lab.study.file import Study
-from gradherd.lab.study.kinds import PlannedRun, RunContext, StudyProgress, kind_of
+from gradherd.lab.study.kinds import PlannedRun, RunContext, kind_of
 from gradherd.lab.study.results import (
     RunResult,
     is_done,
@@ -22,6 +22,7 @@ from gradherd.lab.study.results import (
     same_settings,
     write_results,
 )
+from gradherd.lab.train.loop import Progress
 from gradherd.lab.train.measurements import hardware, versions
 
 RunBatch = Callable[[Sequence[PlannedRun], RunContext], list[RunResult]]
@@ -117,7 +118,7 @@ def run_planned(
     # In this process, so that progress shows single steps.
     if jobs == 1:
         for batch in batches:
-            context.progress.begin_batch(batch)
+            context.progress.begin_arm(batch[0].arm, batch[0].seed, len(batch))
             # Stored batch by batch: an interruption loses only what was under way.
             yield store_results(study, out, run_batch(study, batch, context))
         return
@@ -169,7 +170,7 @@ def run_parallel(
     if not parts:
         return
     # A progress bar belongs to this process, and cannot be sent to another.
-    quiet = dataclasses.replace(context, progress=StudyProgress())
+    quiet = dataclasses.replace(context, progress=Progress())
     failed: Exception | None = None
     for _, results in run_parts(partial(_run_part, run, quiet), parts, jobs, "spawn"):
         if isinstance(results, Exception):  # Raised below, once the others are done.

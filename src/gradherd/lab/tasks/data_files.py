@@ -159,18 +159,20 @@ def find_dataset(name: str, data_dir: Path | None = None) -> LocalDataSet:
     """
     check_data_dir(data_dir)
     dataset, roots = DATASETS[name], data_dirs(data_dir)
-    # If no form is complete, name what the most complete one lacks.
-    most_files, hint = 0, ""
     # Folder by folder, not form by form: the folder that the user named wins, even if another one
     # has a form that is faster to read.
     for root in roots:
-        for form, folder in dataset.places(root):
-            paths = _present(folder, form.files)
-            if len(paths) == len(form.files):
-                return LocalDataSet(dataset, form, folder, paths)
-            if len(paths) > most_files:
-                missing = next(file.name for file in form.files if file.name not in paths)
-                most_files, hint = len(paths), f" ({folder} lacks {missing})"
+        if (found := find_below(dataset, root)) is not None:
+            return found
+    places = [
+        (_present(folder, form.files), form.files, folder)
+        for root in roots
+        for form, folder in dataset.places(root)
+    ]
+    # What the most complete one lacks.
+    paths, files, folder = max(places, key=lambda place: len(place[0]))
+    missing = next(file.name for file in files if file.name not in paths)
+    hint = f" ({folder} lacks {missing})" if paths else ""
     download = f"run `gradherd data get {name}`, or " if dataset.downloads else ""
     searched = ", ".join(f"{root}{'' if _is_dir(root) else ' (no such folder)'}" for root in roots)
     raise MissingData(

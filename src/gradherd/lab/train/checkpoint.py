@@ -16,8 +16,8 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -29,6 +29,7 @@ from gradherd.comm.collectives import all_gather, all_gather_objects
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.hooks.state import pack, unpack
+from gradherd.lab.ranks import handling
 from gradherd.lab.train.record import read_bounded, short_repr
 
 log = logging.getLogger("gradherd")
@@ -338,19 +339,14 @@ class Checkpointer:
         self._polled_step = 0
         self._save_seconds = 0.0  # duration of the last save
 
-    @contextmanager
-    def handle_sigterm(self) -> Iterator[None]:
+    def handle_sigterm(self) -> AbstractContextManager[None]:
         """Take SIGTERM as a request to save and stop."""
 
         def request_stop(number: int, frame: FrameType | None) -> None:
             # Only a flag: the handler may run in the middle of a step, or of writing a checkpoint.
             self._stop_requested = True
 
-        before = signal.signal(signal.SIGTERM, request_stop)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
+        return handling((signal.SIGTERM,), request_stop)
 
     def start_at(self, step: int) -> None:
         """Start counting after `step` steps."""

@@ -97,6 +97,12 @@ class Progress:
     def group(self, configs: Sequence[RunConfig]) -> None:
         """These runs are trained side by side now."""
 
+    def begin_arm(self, arm: str, seed: int, runs: int) -> None:
+        """So many runs of a study start, of which the first is that of an arm and a seed."""
+
+    def begin_parallel(self, runs: int, jobs: int) -> None:
+        """Runs of a study start in several processes; from now on each step is a finished run."""
+
     def step(self, steps: int = 1) -> None:
         """A number of steps are done."""
 

@@ -1,5 +1,6 @@
 """Choose the learning rate of each arm on examples that are held out from training."""
 
+import copy
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -9,13 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.comm.world import World
-from gradherd.lab.tasks.task import (
-    REQUIRED,
-    Split,
-    Task,
-    UnsuitableSettings,
-    carries_state,
-)
+from gradherd.lab.tasks.task import Split, Task, UnsuitableSettings, carries_state
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.record import RunRecord
 from gradherd.lab.train.trainer import full_loss
@@ -26,23 +21,17 @@ HELD_OUT = 0.2
 _CHUNK = 256
 
 
-class HeldOutTask(Task):
-    """A task whose metric is the loss on training examples that are held out."""
+def _judged_by_loss(task: Task) -> Task:
+    """Return a task whose metric is the loss on training examples that are held out."""
 
-    metric_name = "loss on held-out examples"
-    higher_is_better = False
-
-    def __init__(self, task: Task) -> None:
-        own = vars(HeldOutTask)
-        # Everything else is the task's own.
-        for name in (*REQUIRED, *vars(Task)):
-            if name not in own and not name.startswith("_"):
-                setattr(self, name, getattr(task, name))
-
-    def metric(self, model: nn.Module, *tensors: Tensor) -> float:
-        """Return the mean loss; NaN if it is not finite."""
+    def metric(self: Task, model: nn.Module, *tensors: Tensor) -> float:
         loss = full_loss(self, model, tensors, World.single(), _CHUNK)
         return math.nan if loss is None else loss
+
+    own = {"metric_name": "loss on held-out examples", "higher_is_better": False, "metric": metric}
+    judged = copy.copy(task)
+    object.__setattr__(judged, "__class__", type(type(task).__name__, (type(task),), own))
+    return judged
 
 
 def check_can_hold_out(task: Task) -> None:
@@ -69,7 +58,7 @@ def hold_out(task: Task, split: Split, share: float) -> tuple[Task, Split]:
     if held.all() or not held.any():
         raise UnsuitableSettings(f"{count} examples are too few to hold out a share of {share}")
     parts = (tuple(tensor[which] for tensor in split.train) for which in (~held, held))
-    return HeldOutTask(task), Split(*parts)
+    return _judged_by_loss(task), Split(*parts)
 
 
 def tuning_runs(configs: Sequence[RunConfig], rates: Sequence[float]) -> list[RunConfig]:
