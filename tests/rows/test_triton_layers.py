@@ -133,6 +133,23 @@ def test_blocks_of_layers(norm: Callable[[int], nn.Module], served: Counter[str]
     assert served == {"product": 2 * 6, "bias": 2 * 3, "norm": 2 * 3}
 
 
+@pytest.mark.parametrize("frozen", ["", "weight", "bias"])
+@pytest.mark.parametrize("norm", [lambda width: nn.GroupNorm(2, width), nn.BatchNorm2d])
+def test_norms_without_kernels_have_rows(norm: Callable[[int], nn.Module], frozen: str) -> None:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 8, 3), norm(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5)
+    model, inputs = nn.Sequential(*layers).to(DEVICE), images()
+    capture = Capture(model, TwoSidedRows(size=4096, rank=4, strict=True), batch_size=3)
+    if frozen:  # after the layers were tapped
+        getattr(model[1], frozen).requires_grad_(False)
+        model.eval()
+    rows = []
+    for capture._pool.has_kernels in (False, True):
+        F.cross_entropy(model(inputs), torch.arange(3, device=DEVICE)).backward()
+        rows.append(capture.pop_rows(3))
+    assert error(rows[1], rows[0]) < ALLOWED
+
+
 def test_a_head_whose_outputs_are_not_projected(served: Counter[str]) -> None:
     torch.manual_seed(0)
     model, inputs = nn.Sequential(nn.Flatten(), nn.Linear(192, 5)).to(DEVICE), images()

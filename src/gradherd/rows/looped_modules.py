@@ -1,9 +1,8 @@
 """Modules without a layer of their own: their backward runs once for each example.
 
-Recurrent layers, and modules with parameters of their own, whatever they compute. A `LoopTap`
-behind their outputs is given the output gradients before the module's own backward runs. It sends
-each example's gradient alone through the same graph, as far as the module's parameters. Exact, but
-slow.
+Recurrent layers, and modules with parameters of their own, whatever they compute. A tap behind each
+output is given its gradient before the module's own backward runs, and sends each example's part of
+it alone through the same graph, as far as the module's parameters. Exact, but slow.
 
 Shapes: B examples, N elements of the module's parameters, E examples propagated at once.
 """
@@ -12,7 +11,7 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -23,62 +22,15 @@ from torch.nn.utils.rnn import PackedSequence
 from gradherd.rows.batch_dims import BatchDims, call_shapes, map_tensors, tensor_leaves
 from gradherd.rows.module_hooks import UncopiedHook
 from gradherd.rows.sink import (
-    VECTOR,
     Pair,
-    SecondBackward,
     SinkPool,
     SketchedLayer,
     Use,
-    Wanted,
     at_least_float32,
 )
 
 _MAX_TEMPORARY = 1 << 22
 """Elements of the output gradients propagated at once."""
-
-
-class LoopTap(torch.autograd.Function):
-    """Passes on a module's outputs; in the backward, computes its rows."""
-
-    @staticmethod
-    def forward(ctx: Any, signal: Tensor, use: Any, *outputs: Tensor) -> Any:
-        """Return the outputs; the pool's signal gets a gradient, too."""
-        ctx.use = use
-        ctx.set_materialize_grads(False)  # outputs that are not used have no gradient
-        # Not views: those that a Function makes may not be changed in place, as ReLU does it.
-        return tuple(tensor.detach() for tensor in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """Return the gradients as they are."""
-        use: _Call = ctx.use
-        pool = use.layer.pool
-        if pool.is_looping:  # over the examples of a module around this one
-            return None, None, *grads
-        passed = grads
-        if torch.is_grad_enabled():  # create_graph=True
-            passed = tuple(None if g is None else SecondBackward.apply(g, pool) for g in grads)  # type: ignore[no-untyped-call]
-        use.layer.hand_over(use, grads)
-        return pool.signal.detach(), None, *passed
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One forward of a module: of each output that has a graph, in this order."""
-
-    layer: "LoopedModule"
-    edges: list[GradientEdge]
-    """Where its graph begins."""
-    shapes: list[torch.Size]
-    dims: list[int | None]
-    """Batch dimensions; None without one."""
-
-    @property
-    def examples(self) -> int | None:
-        """B; None if it is not the same everywhere."""
-        pairs = zip(self.shapes, self.dims, strict=True)
-        sizes = {shape[dim] for shape, dim in pairs if dim is not None}
-        return sizes.pop() if len(sizes) == 1 else None
 
 
 class LoopedModule(SketchedLayer):
@@ -120,11 +72,24 @@ class LoopedModule(SketchedLayer):
         for handle in self._handles:
             handle.remove()
 
-    def columns(
-        self, inputs: Tensor, grads: Tensor, use: Use, wanted: Wanted, *saved: Tensor
-    ) -> Pair:
-        """Not called: a module may have many outputs."""
-        raise NotImplementedError
+    def columns(self, inputs: Tensor, grads: Tensor, use: Use, *saved: Tensor) -> Pair:
+        """Return the gradients (B, N) that come from one output, where a graph begins."""
+        dim, edge, *_ = use
+        if edge is None:
+            shape = tuple(grads.shape)
+            why = f"its output of shape {shape} has no dimension for examples"
+            self.pool.strangers[self.name] = why
+            return None, None
+        started, trained = time.perf_counter(), self._trained()
+        rows = self.pool.like.new_zeros(grads.shape[dim], self.vector.size)
+        with self._looping(trained.values()):
+            for lo, hi, found in _single_grads(edge, grads, dim, list(trained.values())):
+                for local, grad in zip(trained, found, strict=True):
+                    if grad is not None:  # the output depends on it
+                        part = rows[lo:hi, self.vector.parts[local]]
+                        part.copy_(at_least_float32(grad).reshape(part.shape))
+        self.pool.seconds += time.perf_counter() - started
+        return None, rows
 
     @property
     def _watches(self) -> bool:
@@ -154,48 +119,30 @@ class LoopedModule(SketchedLayer):
                 f"module '{self.name}' got a PackedSequence, in which examples are interleaved: "
                 "pad the sequences instead, or order whole batches"
             )
-        tapped = {i: out for i, out in enumerate(tensor_leaves(outputs)) if out.requires_grad}
-        if not tapped or not self._wanted():
+        if not self._trained():
             return None
-        shapes = [out.shape for out in tapped.values()]
-        dims = [self._dims.of_output(self.name, i, out.shape) for i, out in tapped.items()]
-        use = _Call(self, [get_gradient_edge(out) for out in tapped.values()], shapes, dims)
-        if use.examples is not None:
-            pool.see(use.examples, next(iter(tapped.values())))
-        passed = iter(LoopTap.apply(pool.signal, use, *tapped.values()))  # type: ignore[no-untyped-call]
-        return map_tensors(lambda out: next(passed) if out.requires_grad else out, outputs)
+        places = count()
 
-    def _wanted(self) -> dict[str, nn.Parameter]:
+        def tapped(out: Tensor) -> Tensor:
+            at = next(places)
+            if not out.requires_grad:
+                return out
+            dim = self._dims.of_output(self.name, at, out.shape)
+            if dim is None:
+                return self.behind_tap(out, pool.like, (0, None, False, False, True))
+            pool.see(out.shape[dim], out)
+            use = (dim, get_gradient_edge(out), False, False, True)
+            return self.behind_tap(out, pool.like, use)
+
+        return map_tensors(tapped, outputs)
+
+    def _trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters that have rows now, by their local names."""
         return {
             local: parameter
             for local, parameter in self._parameters.items()
             if parameter.requires_grad and local not in self.left_out
         }
-
-    def hand_over(self, use: _Call, grads: Sequence[Tensor | None]) -> None:
-        """Compute the rows (B, N) of a call."""
-        came = [at for at, grad in enumerate(grads) if grad is not None]
-        if not came:
-            return
-        dims = [dim for at in came if (dim := use.dims[at]) is not None]
-        if use.examples is None or len(dims) < len(came):
-            self.pool.strangers[self.name] = (
-                f"its output of shape {tuple(use.shapes[0])} has no dimension for examples"
-            )
-            return
-        started, wanted = time.perf_counter(), self._wanted()
-        rows = self.pool.like.new_zeros(use.examples, self.vector.size)
-        edges, each = [use.edges[at] for at in came], [g.detach() for g in grads if g is not None]
-        with self._looping(wanted.values()):
-            pieces = _single_grads(edges, each, dims, list(wanted.values()), use.examples)
-            for lo, hi, found in pieces:
-                for local, grad in zip(wanted, found, strict=True):
-                    if grad is not None:  # the outputs depend on it
-                        part = rows[lo:hi, self.vector.parts[local]]
-                        part.copy_(at_least_float32(grad).reshape(part.shape))
-        self.pool.seconds += time.perf_counter() - started
-        self.pool.add(self, VECTOR, rows)
 
     @contextmanager
     def _looping(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -214,27 +161,24 @@ class LoopedModule(SketchedLayer):
 
 
 def _single_grads(
-    outputs: Sequence[GradientEdge],
-    grads: Sequence[Tensor],
-    dims: Sequence[int],
-    parameters: Sequence[Tensor],
-    examples: int,
+    output: GradientEdge, grads: Tensor, dim: int, parameters: Sequence[Tensor]
 ) -> Iterator[tuple[int, int, list[Tensor | None]]]:
     """Yield the gradients of parameters from examples lo to hi, each alone: (E, *shape)."""
-    # As many examples at once as fit: each one is a copy of all output gradients.
-    step = max(1, min(examples, _MAX_TEMPORARY // max(1, sum(grad.numel() for grad in grads))))
+    examples = grads.shape[dim]
+    # As many examples at once as fit: each one is a copy of all gradients of the output.
+    step = max(1, min(examples, _MAX_TEMPORARY // max(1, grads.numel())))
     lo, batched = 0, True
     while lo < examples:
         hi = min(examples, lo + step)
-        masked = [_mask_examples(grad, dim, lo, hi) for grad, dim in zip(grads, dims, strict=True)]
+        masked = _mask_examples(grads, dim, lo, hi)
         try:
             with warnings.catch_warnings():
                 # vmap warns when it loops over a kernel instead of batching it; that is expected.
                 warnings.filterwarnings("ignore", message=".*performance drop.*")
                 found = torch.autograd.grad(
-                    outputs,
+                    output,
                     parameters,
-                    masked if batched else [grad[0] for grad in masked],
+                    masked if batched else masked[0],
                     retain_graph=True,  # more examples follow, and then the module's own backward
                     allow_unused=True,
                     is_grads_batched=batched,

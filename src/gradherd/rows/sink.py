@@ -58,18 +58,18 @@ _MOST_PLANS = 256
 TAP = "_gradherd_tap"
 """Attribute of a tapped module that holds its layer."""
 
-Use = tuple[int, Any, bool]
-"""How a layer is used: the dimension of the examples, what its class wants to know of it, and
-whether the map for one position is taken. A plain tuple: it becomes part of graphs."""
-Wanted = tuple[bool, bool]
-"""Whether rows of a layer's weight or scale, and of its bias, are wanted."""
+Use = tuple[int, Any, bool, bool, bool]
+"""How a layer is used: the dimension of the examples, what its class wants to know of it, whether
+the map for one position is taken, and whether rows of its weight or scale, and of its bias, are
+wanted. Where examples share an output: minus their number, and whether its first dimension stands
+for them. A plain tuple: it becomes part of graphs."""
 Pair = tuple[Tensor | None, Tensor | None]
 """Something of a layer's weight and of its vector; None for what is not wanted."""
 Planner = Callable[[Tensor, Tensor, int, bool], "KernelPlan | None"]
 """Prepares kernels from input, gradient, elements between two rows, and whether both tensors begin
 at multiples of 16 bytes; None if no kernel reads them."""
-Plans = tuple[list[tuple["KernelPlan", "Place"]], Wanted]
-"""Kernels, each with the place of its rows, and the rows that they leave."""
+Plans = tuple[list[tuple["KernelPlan", "Place"]], Use]
+"""Kernels, each with the place of its rows, and the use of the layer that they leave."""
 Place = tuple[str, int, int]
 """Where rows are added: a key, and the columns of all rows of that key before and after which they
 come: how many there are, and the first of them."""
@@ -87,7 +87,6 @@ class Tap(torch.autograd.Function):
         vector_sink: Tensor | None,
         layer: "SketchedLayer",
         use: Use,
-        wanted: Wanted,
         is_traced: bool,
         *saved: Tensor,
     ) -> Tensor:
@@ -101,12 +100,11 @@ class Tap(torch.autograd.Function):
             vector_sink: Takes those of bias and scales.
             layer: The layer, whose `rows` are called.
             use: How it is used.
-            wanted: Which rows are wanted.
             is_traced: Whether this is part of a graph.
             saved: What else its rows need.
         """
         ctx.save_for_backward(inputs, *saved)
-        ctx.layer, ctx.use, ctx.wanted, ctx.is_traced = layer, use, wanted, is_traced
+        ctx.layer, ctx.use, ctx.is_traced = layer, use, is_traced
         if not is_traced:
             ctx.set_materialize_grads(False)
         # Not `view_as`: a view that was made here may not be changed in place, as ReLU does it.
@@ -121,17 +119,17 @@ class Tap(torch.autograd.Function):
         inputs, *saved = ctx.saved_tensors
         layer, use = ctx.layer, ctx.use
         passed = layer.given(grads, use)
-        nothing = [None] * (4 + len(saved))
+        nothing = [None] * (3 + len(saved))
         # Before torch 2.10 a forward may be traced by itself, and its backward run without a graph.
         if ctx.is_traced:
-            matrix, vector = layer.rows(inputs, grads, use, ctx.wanted, saved)
+            matrix, vector = layer.rows(inputs, grads, use, saved)
             return (passed, None, layer.padded(matrix), layer.padded(vector), *nothing)
         pool: SinkPool = layer.pool
         if pool.is_looping:
             return (passed, None, None, None, *nothing)
         if torch.is_grad_enabled():  # create_graph=True
             passed = SecondBackward.apply(passed, pool)  # type: ignore[no-untyped-call]
-        pool.read(layer, use, ctx.wanted, inputs, grads, saved)
+        pool.read(layer, use, inputs, grads, saved)
         return (passed, None, pool.signal.detach(), None, *nothing)
 
 
@@ -142,14 +140,13 @@ class Watch:
     for the layer anyway. A Function of Python takes as long as a small layer does.
     """
 
-    __slots__ = ("at", "inputs", "layer", "parameter", "saved", "shape", "use", "version", "wanted")
+    __slots__ = ("at", "inputs", "layer", "parameter", "saved", "shape", "use", "version")
 
     def __init__(
-        self, layer: "SketchedLayer", use: Use, wanted: Wanted, inputs: Tensor,
-        saved: tuple[Tensor, ...], parameter: Tensor, at: int, shape: torch.Size,
+        self, layer: "SketchedLayer", use: Use, inputs: Tensor, saved: tuple[Tensor, ...],
+        parameter: Tensor, at: int, shape: torch.Size,
     ) -> None:  # fmt: skip
-        self.layer, self.use, self.wanted, self.saved = layer, use, wanted, saved
-        self.parameter = parameter
+        self.layer, self.use, self.saved, self.parameter = layer, use, saved, parameter
         self.at, self.shape = at, shape  # of the output, among those of its node
         self.inputs: Tensor | None = inputs
         self.version = inputs._version
@@ -165,7 +162,7 @@ class Watch:
         if not keeps_graph():  # The user's loss keeps the node alive, up to the next step.
             self.inputs = None
         shaped = grads if grads.shape == self.shape else grads.reshape(self.shape)
-        pool.read(self.layer, self.use, self.wanted, inputs, shaped, self.saved, self.parameter)
+        pool.read(self.layer, self.use, inputs, shaped, self.saved, self.parameter)
         if not torch.is_grad_enabled():
             return None
         passed = list(every)  # create_graph=True
@@ -276,7 +273,7 @@ class SinkPool:
         return sink
 
     def read(
-        self, layer: "SketchedLayer", use: Use, wanted: Wanted, inputs: Tensor, grads: Tensor,
+        self, layer: "SketchedLayer", use: Use, inputs: Tensor, grads: Tensor,
         saved: Sequence[Tensor], parameter: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Compute the rows of a layer, and keep them until its backward is over.
@@ -284,7 +281,6 @@ class SinkPool:
         Args:
             layer: The layer.
             use: How it is used.
-            wanted: Which rows are wanted.
             inputs: Its input.
             grads: The gradient of its output.
             saved: What else its rows need.
@@ -293,16 +289,16 @@ class SinkPool:
         """
         if torch.is_grad_enabled():  # create_graph=True
             with torch.no_grad():
-                self.read(layer, use, wanted, inputs, grads.detach(), saved, parameter)
+                self.read(layer, use, inputs, grads.detach(), saved, parameter)
             return
         backward = self._open.get(current_backward()) or self._begin_backward()
         if parameter is not None and backward.handle is None:
             backward.watch(parameter)
-        if self.has_kernels:
+        if self.has_kernels and layer.compiles:
             stream, examples = self._stream(), grads.shape[0]
             at, grads_at = inputs.data_ptr(), grads.data_ptr()
             is_aligned = (at | grads_at) % 16 == 0
-            plans, wanted = layer.plans(use, wanted, inputs, grads, bool(saved), is_aligned)
+            plans, use = layer.plans(use, inputs, grads, bool(saved), is_aligned)
             for plan, (key, width, start) in plans:
                 table = backward.tables.get((stream, key)) or backward.table(stream, key, width)
                 if examples > table.length:
@@ -312,9 +308,9 @@ class SinkPool:
                 out = table.address + start * self.like.itemsize
                 plan.run(stream, at, grads_at, out, table.scratch_address)
                 backward.sizes.add(examples)
-        if not any(wanted):
+        if not (use[3] or use[4]):
             return
-        found = layer.rows(inputs, grads, use, wanted, saved)
+        found = layer.rows(inputs, grads, use, saved)
         for slot, rows in ((SINGLE if use[2] else MATRIX, found[0]), (VECTOR, found[1])):
             if rows is not None:
                 self.add(layer, slot, rows)
@@ -444,7 +440,7 @@ class SketchedLayer(ABC):
         self.is_idle = False
         """Whether rows are not read from it, except on batches on which layers are apart."""
         self._plans: dict[Any, Plans] = {}
-        self._last: tuple[Any, Plans] = (None, ([], (False, False)))
+        self._last: tuple[Any, Plans] | None = None
 
     @property
     def maps(self) -> tuple[Any, Any, Any]:
@@ -466,26 +462,21 @@ class SketchedLayer(ABC):
     # What subclasses define.
 
     @abstractmethod
-    def columns(
-        self, inputs: Tensor, grads: Tensor, use: Use, wanted: Wanted, *saved: Tensor
-    ) -> Pair:
+    def columns(self, inputs: Tensor, grads: Tensor, use: Use, *saved: Tensor) -> Pair:
         """Return the columns of weight and vector for n examples; None for what is not wanted."""
 
-    def planners(
-        self, use: Use, wanted: Wanted, saves: bool
-    ) -> tuple[Planner | None, Planner | None]:
+    def planners(self, use: Use, saves: bool) -> tuple[Planner | None, Planner | None]:
         """Return what plans kernels for the rows of weight and vector; None where nothing does.
 
         Args:
             use: As in `columns`.
-            wanted: As in `columns`.
             saves: Whether anything but input and gradient is needed.
         """
         return None, None
 
-    def wanted_maps(self, wanted: Wanted) -> Wanted:
+    def wanted_maps(self, use: Use) -> tuple[bool, bool]:
         """Say whether rows of the maps of weight and vector are wanted."""
-        return wanted
+        return use[3:]
 
     def is_single(self, shape: torch.Size) -> bool:
         """Say whether an input of this shape has one position for each example."""
@@ -495,15 +486,31 @@ class SketchedLayer(ABC):
         """Return what `columns` needs besides input and gradient."""
         return ()
 
+    # What they share.
+
     def shown(self, output: Tensor, use: Use) -> Tensor:
-        """Return the output as the model gets it."""
-        return output
+        """Return the output as the model gets it: with copies of what all examples share."""
+        if use[0] >= 0:
+            return output
+        return output.expand(-use[0], *(output.shape[1:] if use[1] else output.shape))
 
     def given(self, grads: Tensor, use: Use) -> Tensor:
         """Return the gradient of the output as the layer gets it."""
-        return grads
+        return grads if use[0] >= 0 else grads.sum(0, keepdim=use[1])
 
-    # What they share.
+    def expanded(self, output: Tensor, inputs: Tensor, has_first: bool) -> Tensor:
+        """Give every example its own copy of an output that all share.
+
+        Args:
+            output: The output.
+            inputs: The input.
+            has_first: Whether the output's first dimension stands for the examples, of size 1.
+        """
+        is_matrix = self.matrix is not None
+        use = (-self.pool.expands(), has_first, False, is_matrix, not is_matrix)
+        if self.pool.recorded is not None:
+            return self.shown(output, use)
+        return self.behind_tap(output, inputs, use)
 
     def passes(self) -> bool:
         """Say whether the layer runs as if nothing was attached."""
@@ -519,14 +526,12 @@ class SketchedLayer(ABC):
             return self.own_keys[slot], self.maps[slot].size, 0
         return ROW, self.pool.row_size, start
 
-    def rows(
-        self, inputs: Tensor, grads: Tensor, use: Use, wanted: Wanted, saved: Sequence[Tensor]
-    ) -> Pair:
+    def rows(self, inputs: Tensor, grads: Tensor, use: Use, saved: Sequence[Tensor]) -> Pair:
         """Return the rows (n, N) of weight and vector; None for what is not wanted."""
-        if self.pool.is_exact:
+        if self.pool.is_exact and self.compiles:
             grads = at_least_float32(grads)
             inputs = at_least_float32(inputs) if inputs.is_floating_point() else inputs
-        matrix, vector = self.columns(inputs, grads, use, wanted, *saved)
+        matrix, vector = self.columns(inputs, grads, use, *saved)
         if matrix is not None:
             matrix = (self.single if use[2] else self.matrix).finish(matrix)
         if vector is not None:
@@ -534,31 +539,28 @@ class SketchedLayer(ABC):
         return matrix, vector
 
     def plans(
-        self, use: Use, wanted: Wanted, inputs: Tensor, grads: Tensor, saves: bool,
-        is_aligned: bool,
-    ) -> Plans:  # fmt: skip
+        self, use: Use, inputs: Tensor, grads: Tensor, saves: bool, is_aligned: bool
+    ) -> Plans:
         """Return the kernels for tensors like these, and what they leave."""
         key = (
-            use, wanted, saves, self.pool.is_apart, is_aligned, inputs.shape, inputs.stride(),
+            use, saves, self.pool.is_apart, is_aligned, inputs.shape, inputs.stride(),
             inputs.dtype, grads.shape, grads.stride(), grads.dtype,
         )  # fmt: skip
-        last, plans = self._last
-        if key == last:  # sooner found than looked up
-            return plans
+        if self._last is not None and self._last[0] == key:  # sooner than it is looked up
+            return self._last[1]
         if key not in self._plans:
             if len(self._plans) > _MOST_PLANS:  # lengths that change from batch to batch
                 self._plans.clear()
-            self._plans[key] = self._make_plans(use, wanted, inputs, grads, saves, is_aligned)
+            self._plans[key] = self._make_plans(use, inputs, grads, saves, is_aligned)
         self._last = key, self._plans[key]
         return self._plans[key]
 
     def _make_plans(
-        self, use: Use, wanted: Wanted, inputs: Tensor, grads: Tensor, saves: bool,
-        is_aligned: bool,
-    ) -> Plans:  # fmt: skip
-        found, left = [], list(self.wanted_maps(wanted))
+        self, use: Use, inputs: Tensor, grads: Tensor, saves: bool, is_aligned: bool
+    ) -> Plans:
+        found, left = [], list(self.wanted_maps(use))
         slots = (SINGLE if use[2] else MATRIX, VECTOR)
-        pairs = zip(slots, self.planners(use, wanted, saves), strict=True)
+        pairs = zip(slots, self.planners(use, saves), strict=True)
         for which, (slot, make) in enumerate(pairs):
             if not left[which] or make is None:
                 continue
@@ -567,7 +569,7 @@ class SketchedLayer(ABC):
             if plan is not None:
                 found.append((plan, place))
                 left[which] = False
-        return found, (left[0], left[1])
+        return found, (*use[:3], left[0], left[1]) if found else use
 
     def padded(self, rows: Tensor | None) -> Tensor | None:
         """Give rows of a short batch the length of the sink."""
@@ -620,14 +622,14 @@ class SketchedLayer(ABC):
         single = self.single is not None and self.is_single(inputs.shape)
         if self.ndim == -1:  # not probed: what is seen now
             self.uses_single = single
-        use, wanted = (dim, part, single), (weight is not None, bias is not None)
+        use = (dim, part, single, weight is not None, bias is not None)
         saved = self.saved(module)
         # What a bias needs is the gradient alone; the input may be changed then.
         held = pool.like if weight is None else inputs
         if torch.compiler.is_dynamo_compiling():
             if inputs.shape[dim] > pool.examples:
                 return output
-            return self.behind_tap(output, held, use, wanted, saved)
+            return self.behind_tap(output, held, use, saved)
         if pool.is_apart or inputs.shape[dim] > pool.examples:
             pool.see(inputs.shape[dim], output)
         leaf: Any = bias if weight is None else weight
@@ -641,24 +643,23 @@ class SketchedLayer(ABC):
             not fits or whole.grad_fn is None or pool.is_sharded or not leaf.is_leaf
             or saved_tensor_hooks(True) is not None
         ):  # fmt: skip
-            return self.behind_tap(output, held, use, wanted, saved)
-        watch = Watch(self, use, wanted, held, saved, leaf, whole.output_nr, output.shape)
+            return self.behind_tap(output, held, use, saved)
+        watch = Watch(self, use, held, saved, leaf, whole.output_nr, output.shape)
         whole.grad_fn.register_prehook(watch)
         return output
 
     def behind_tap(
-        self, output: Tensor, inputs: Tensor, use: Use, wanted: Wanted,
-        saved: tuple[Tensor, ...] = (),
-    ) -> Tensor:  # fmt: skip
+        self, output: Tensor, inputs: Tensor, use: Use, saved: tuple[Tensor, ...] = ()
+    ) -> Tensor:
         """Return an output behind a tap: in a graph, and where a watch sees too little."""
         traced = torch.compiler.is_dynamo_compiling()
         sinks: Pair = (self.pool.signal, None)
         if traced:
-            weight, vector = self.wanted_maps(wanted)
+            weight, vector = self.wanted_maps(use)
             matrix = self.sinks[SINGLE if use[2] else MATRIX] if weight else None
             sinks = (matrix, self.sinks[VECTOR] if vector else None)
         tapped: Tensor = Tap.apply(  # type: ignore[no-untyped-call]
-            output, inputs.detach(), *sinks, self, use, wanted, traced, *saved
+            output, inputs.detach(), *sinks, self, use, traced, *saved
         )
         return tapped
 

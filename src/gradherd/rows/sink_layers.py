@@ -21,7 +21,6 @@ from gradherd.rows.sink import (
     SketchedLayer,
     Tapped,
     Use,
-    Wanted,
     at_least_float32,
     trained_parameter,
 )
@@ -98,11 +97,9 @@ class LinearLayer(SketchedLayer):
         super().__init__(name, pool)
         self.transposed, self.casts = transposed, True
 
-    def columns(
-        self, inputs: Tensor, grads: Tensor, use: Use, wanted: Wanted, *saved: Tensor
-    ) -> Pair:
+    def columns(self, inputs: Tensor, grads: Tensor, use: Use, *saved: Tensor) -> Pair:
         """Return the columns from inputs (..., I) and gradients (..., O)."""
-        dim, part, single = use
+        dim, part, single, *wanted = use
         left, matrix = examples_first(grads, dim, 1), None
         if wanted[0]:
             right = examples_first(inputs, dim, 1)
@@ -116,13 +113,11 @@ class LinearLayer(SketchedLayer):
                 total = F.pad(total, (part[0], self.vector.size - part[1]))
         return matrix, total
 
-    def planners(
-        self, use: Use, wanted: Wanted, saves: bool
-    ) -> tuple[Planner | None, Planner | None]:
+    def planners(self, use: Use, saves: bool) -> tuple[Planner | None, Planner | None]:
         """Plan kernels if examples come first."""
         from gradherd.rows import triton_layers
 
-        dim, part, single = use
+        dim, part, single, *_ = use
         if dim or single or part is not None:
             return None, None
         matrix: Planner | None = None
@@ -183,12 +178,10 @@ class ConvLayer(SketchedLayer):
         """Say whether the window fits into the input just once."""
         return tuple(shape[2:]) == self.window
 
-    def columns(
-        self, inputs: Tensor, grads: Tensor, use: Use, wanted: Wanted, *saved: Tensor
-    ) -> Pair:
+    def columns(self, inputs: Tensor, grads: Tensor, use: Use, *saved: Tensor) -> Pair:
         """Return the columns from inputs (n, C, ...) and gradients (n, O, ...)."""
-        vector = summed(grads.flatten(2), 2, self.pool.like) if wanted[1] else None
-        if not wanted[0]:
+        vector = summed(grads.flatten(2), 2, self.pool.like) if use[4] else None
+        if not use[3]:
             return None, vector
         if use[2]:
             left, right = grads.flatten(1)[:, None], inputs.flatten(1)[:, None]
@@ -222,9 +215,7 @@ class ConvLayer(SketchedLayer):
             small = small.unfold(at, (size - 1) * dilation + 1, stride)[..., ::dilation]
         return small.movedim(1, 1 + dims).flatten(1 + dims).flatten(1, dims)
 
-    def planners(
-        self, use: Use, wanted: Wanted, saves: bool
-    ) -> tuple[Planner | None, Planner | None]:
+    def planners(self, use: Use, saves: bool) -> tuple[Planner | None, Planner | None]:
         """Plan kernels for the filters of a plain convolution over two dimensions."""
         from gradherd.rows import triton_layers
 
@@ -246,9 +237,7 @@ class EmbeddingLayer(SketchedLayer):
         self.may_share = True
         """Whether all inputs without a batch that were looked at have the shape (1, T) or (T,)."""
 
-    def columns(
-        self, inputs: Tensor, grads: Tensor, use: Use, wanted: Wanted, *saved: Tensor
-    ) -> Pair:
+    def columns(self, inputs: Tensor, grads: Tensor, use: Use, *saved: Tensor) -> Pair:
         """Return the columns from tokens (..., T) and gradients (..., T, O)."""
         dim = use[0]
         right = examples_first(grads, max(dim, 0), 1)
@@ -276,31 +265,17 @@ class EmbeddingLayer(SketchedLayer):
         sums = right.new_zeros(examples * tokens_known, width)
         return sums.index_add(0, places.flatten(), right.reshape(-1, width)).view(examples, -1)
 
-    def shown(self, output: Tensor, use: Use) -> Tensor:
-        """Give every example its own copy of what all share."""
-        if use[0] >= 0:
-            return output
-        rest = output.shape if output.dim() == 2 else output.shape[1:]
-        return output.expand(-use[0], *rest)
-
-    def given(self, grads: Tensor, use: Use) -> Tensor:
-        """Add up the gradients of the copies."""
-        return grads if use[0] >= 0 else grads.sum(0, keepdim=use[1])
-
     def tap_shared(self, module: nn.Module, inputs: Tensor, output: Tensor) -> Tensor:
         """Tap a look-up of shape (1, T) or (T,), whose result is broadcast over the examples."""
-        pool, batch = self.pool, self.pool.expands()
+        pool = self.pool
         fits = inputs.dim() == 1 or (inputs.dim() == 2 and inputs.shape[0] == 1)
         if pool.recorded is not None and not fits:
             self.may_share = False
-        if batch is None or not fits or not self.may_share:
+        if pool.expands() is None or not fits or not self.may_share:
             return super().tap_shared(module, inputs, output)
-        if pool.recorded is not None:
-            return self.shown(output, (-batch, None, False))
-        if trained_parameter(module, self.trained[0]) is None:
+        if pool.recorded is None and trained_parameter(module, self.trained[0]) is None:
             return output
-        use = (-batch, output.dim() > 2, False)
-        return self.behind_tap(output, inputs, use, (True, False))
+        return self.expanded(output, inputs, output.dim() > 2)
 
 
 def padding_of_input(module: Any) -> tuple[int, ...]:
@@ -327,27 +302,21 @@ class NormLayer(SketchedLayer):
     def normalized(self, inputs: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
         """Return what the scale is multiplied with."""
 
-    def columns(
-        self, inputs: Tensor, grads: Tensor, use: Use, wanted: Wanted, *saved: Tensor
-    ) -> Pair:
+    def columns(self, inputs: Tensor, grads: Tensor, use: Use, *saved: Tensor) -> Pair:
         """Return the gradients from inputs and gradients of one shape."""
         found = []
         for part in self.parts:
             is_shift = part == "bias"
-            if not wanted[is_shift]:  # frozen since
+            if not use[3 + is_shift]:  # frozen since
                 found.append(self.summed(grads, use[0]) * 0)
                 continue
             each = grads if is_shift else grads * self.normalized(inputs, saved)
             found.append(self.summed(each, use[0]))
         return None, found[0] if len(found) == 1 else torch.cat(found, 1)
 
-    def wanted_maps(self, wanted: Wanted) -> Wanted:
+    def wanted_maps(self, use: Use) -> tuple[bool, bool]:
         """Scale and shift are one vector."""
-        return False, any(wanted)
-
-    def is_whole_wanted(self, wanted: Wanted) -> bool:
-        """Say whether rows of all parts are wanted."""
-        return all(wanted[part == "bias"] for part in self.parts)
+        return False, use[3] or use[4]
 
     def summed(self, each: Tensor, dim: int) -> Tensor:
         """Add up over the positions of each example."""
@@ -376,17 +345,15 @@ class LastDimsNorm(NormLayer):
         wide = inputs.float() if self.in_float32 else at_least_float32(inputs)
         return norm(wide, self.shape, eps=self.eps)
 
-    def planners(
-        self, use: Use, wanted: Wanted, saves: bool
-    ) -> tuple[Planner | None, Planner | None]:
+    def planners(self, use: Use, saves: bool) -> tuple[Planner | None, Planner | None]:
         """Plan kernels for a norm over the last dimension."""
         from gradherd.rows import triton_layers
 
-        if use[0] or not wanted[0] or not self.is_whole_wanted(wanted) or len(self.shape) > 1:
+        has_shift = len(self.parts) > 1
+        if use[0] or not use[3] or use[4] != has_shift or len(self.shape) > 1:
             return None, None
         if self.eps is None:  # it depends on the dtype
             return None, None
-        has_shift = len(self.parts) > 1
         return None, partial(triton_layers.plan_norm, self.vector, self.eps, self.rms, has_shift)
 
     def summed_dims(self, moved: Tensor) -> tuple[int, ...]:
@@ -417,13 +384,11 @@ class ChannelNorm(NormLayer):
         mean, var = (one.to(wide) for one in saved) if saved else (None, None)
         return F.batch_norm(wide, mean, var, training=not saved, eps=self.eps)
 
-    def planners(
-        self, use: Use, wanted: Wanted, saves: bool
-    ) -> tuple[Planner | None, Planner | None]:
+    def planners(self, use: Use, saves: bool) -> tuple[Planner | None, Planner | None]:
         """Plan kernels for a BatchNorm in training."""
         from gradherd.rows import triton_layers
 
-        if self.groups or saves or not all(wanted):
+        if self.groups or saves or not (use[3] and use[4]):
             return None, None
         return None, partial(triton_layers.plan_batch_norm, self.vector, self.eps)
 
@@ -440,31 +405,19 @@ class DirectLayer(SketchedLayer):
     batch dimensions are looked for.
     """
 
-    def columns(
-        self, inputs: Tensor, grads: Tensor, use: Use, wanted: Wanted, *saved: Tensor
-    ) -> Pair:
+    def columns(self, inputs: Tensor, grads: Tensor, use: Use, *saved: Tensor) -> Pair:
         """Return the gradients of the copies."""
         return None, grads.flatten(1).to(self.pool.like.dtype)
 
-    def shown(self, output: Tensor, use: Use) -> Tensor:
-        """Return a copy for each example."""
-        return output.expand(use[0], *output.shape[1:])
-
-    def given(self, grads: Tensor, use: Use) -> Tensor:
-        """Add up the gradients of the copies."""
-        return grads.sum(0, keepdim=True)
-
-    def expanded(self, parameter: Tensor) -> Tensor:
+    def read(self, parameter: Tensor) -> Tensor:
         """Return the parameter as the module gets it."""
-        pool, batch = self.pool, self.pool.expands()
-        if batch is None:
+        pool = self.pool
+        if pool.expands() is None:
             return parameter
-        use = (batch, None, False)
-        if pool.recorded is not None:
-            return self.shown(parameter, use)
-        if not pool.is_open or not torch.is_grad_enabled() or not parameter.requires_grad:
+        is_read = pool.is_open and torch.is_grad_enabled() and parameter.requires_grad
+        if pool.recorded is None and not is_read:
             return parameter
-        return self.behind_tap(parameter, parameter, use, (False, True))
+        return self.expanded(parameter, parameter, True)
 
 
 class TappedParameters(Tapped):
@@ -477,7 +430,7 @@ class TappedParameters(Tapped):
     def read(self, name: str) -> Tensor:
         """Return a parameter."""
         layers: dict[str, DirectLayer] = self.__dict__[TAP]
-        return layers[name].expanded(self._parameters[name])  # type: ignore[attr-defined]
+        return layers[name].read(self._parameters[name])  # type: ignore[attr-defined]
 
 
 class TappedAttention(Tapped):
