@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from gradherd.comm.script import run, run_together
 from gradherd.comm.world import World
 from gradherd.ordering import balance as forms
-from gradherd.ordering.balance import Unsigned, blocks, reorder, sum_over_shards
+from gradherd.ordering.balance import Unsigned, blocks, reorder
 from gradherd.ordering.pair_grab import CDGraB
 from gradherd.ordering.policy import ShardedRows, SignState
 from gradherd.ordering.random import SeededRandom
@@ -44,7 +44,7 @@ def by_sharded_blocks(block):
 
     def form(vectors, running, rule, draws, carry):
         given = Unsigned(vectors, running.clone(), rule, draws, carry)
-        script = blocks(given, block=block, total=sum_over_shards)
+        script = blocks(given, block=block, sharded=True)
         return run(script, World.single()).value
 
     return form
@@ -230,7 +230,7 @@ def test_three_shards_sign_as_one(name, seed, streams, block):
         blocks(
             Unsigned(vectors[..., cut], running[:, cut].clone(), rule, draws, carry),
             block=block,
-            total=sum_over_shards,
+            sharded=True,
         )
         for cut in cuts
     ]

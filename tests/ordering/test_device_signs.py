@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 import gradherd as gh
 from gradherd.hooks import transports
-from gradherd.ordering import balance, coordination, device_signs, triton_gram
+from gradherd.ordering import balance, coordination, triton_gram
 from gradherd.ordering.grab import GraB
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.pair_grab import CDGraB, PairGraB
@@ -27,12 +27,12 @@ pytestmark = [
 def stay(monkeypatch, *, here: bool) -> None:
     """Sign on the device of the tests, or as if it were none."""
     devices = {DEVICE} if here else set()
-    for module in (device_signs, transports):
+    for module in (balance, transports):
         monkeypatch.setattr(module, "SIGNING_DEVICES", devices)
     monkeypatch.setattr(balance, "KERNEL_DEVICES", devices)
     # Several blocks of a few vectors: the interpreter is slow.
-    monkeypatch.setattr(device_signs, "MOST", 64 if DEVICE == "cuda" else 4)
-    monkeypatch.setattr(device_signs, "_MOST_ROWS", 128 if DEVICE == "cuda" else 8)
+    monkeypatch.setattr(balance, "MOST", 64 if DEVICE == "cuda" else 4)
+    monkeypatch.setattr(balance, "_MOST_ROWS", 128 if DEVICE == "cuda" else 8)
     monkeypatch.setattr(coordination, "ROWS_PER_BLOCK", 8)
 
 
@@ -65,8 +65,7 @@ def test_orders_are_those_of_the_host(monkeypatch):
     stay(monkeypatch, here=True)
     found, late, ordering = learn(epochs, device=DEVICE)
     assert found == wanted and wanted[0] != wanted[1]
-    for name in ("sides", "count"):
-        assert torch.equal(late[name].cpu(), host[name])
+    assert torch.equal(late["sides"].cpu(), host["sides"])
     for name in ("running", "total", "mean"):
         torch.testing.assert_close(late[name].cpu(), host[name], rtol=1e-5, atol=1e-4)
     assert ordering._state.signer is not None
@@ -112,7 +111,7 @@ def test_a_device_that_refuses_kernels(monkeypatch, caplog):
         raise RuntimeError("out of shared memory")
 
     monkeypatch.setattr(balance, "_HAS_TRITON", True)  # restored after the test
-    monkeypatch.setattr(triton_gram.BlockMemory, "sign", refuse)
+    monkeypatch.setattr(triton_gram, "sign_greedily", refuse)
     found, _, ordering = learn(epochs, device=DEVICE)
     assert found == wanted and ordering._state.signer is None
     assert "without Triton" in caplog.text and "out of shared memory" in caplog.text
@@ -125,17 +124,17 @@ def test_a_later_part_that_is_refused(monkeypatch):
     wanted, host, _ = learn(epochs, device="cpu", cuts=(0, 5, 16))
     stay(monkeypatch, here=True)
     monkeypatch.setattr(balance, "_HAS_TRITON", True)  # restored after the test
-    make = device_signs._Block
+    make = balance._Block
 
     def refuse_short(rows):
         if len(rows) == 3:  # 11 rows in parts of 8
             raise RuntimeError("out of shared memory")
         return make(rows)
 
-    monkeypatch.setattr(device_signs, "_Block", refuse_short)
+    monkeypatch.setattr(balance, "_Block", refuse_short)
     found, state, _ = learn(epochs, device=DEVICE, cuts=(0, 5, 16))
     assert found == wanted
-    assert torch.equal(state["count"].cpu(), host["count"])
+    assert torch.equal(state["sides"].cpu(), host["sides"])
     torch.testing.assert_close(state["total"].cpu(), host["total"])
 
 
@@ -189,7 +188,7 @@ def test_many_batches_are_signed_without_waiting():
         wanted.observe(batch.double())
         there = batch.cuda()
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error" if at > device_signs._RUNS_BEFORE_GRAPH else 0)
+        torch.cuda.set_sync_debug_mode("error" if at > balance._RUNS_BEFORE_GRAPH else 0)
         try:
             found.observe(there)
         finally:

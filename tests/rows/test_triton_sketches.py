@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from gradherd import OrderedSampler, attach
 from gradherd.hooks import row_sources, transports
 from gradherd.hooks.row_sources import BatchGradientSource
-from gradherd.ordering import balance, device_signs
+from gradherd.ordering import balance
 from gradherd.ordering import policy as policies
 from gradherd.rows import sketch
 from gradherd.rows.settings import SketchRows
@@ -92,7 +92,7 @@ def test_whole_batches_are_ordered_without_waiting_for_the_device(policy, monkey
     for here in (set(), {DEVICE}):
         for module, name in (
             (row_sources, "AT_END_DEVICES"),
-            (device_signs, "SIGNING_DEVICES"),
+            (balance, "SIGNING_DEVICES"),
             (transports, "SIGNING_DEVICES"),
             (balance, "KERNEL_DEVICES"),
         ):

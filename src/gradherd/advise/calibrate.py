@@ -6,7 +6,6 @@ Letters: R ranks.
 import math
 import statistics
 import time
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -21,19 +20,6 @@ _SHORT_BYTES, _LONG_BYTES = 4, 1 << 24
 _SHORT_REPEATS, _LONG_REPEATS = 50, 7
 _WARMUP_STEPS, _STEPS = 2, 5
 _CPU = torch.device("cpu")
-
-
-class LinkMeasurement(NamedTuple):
-    """What the ranks have measured together."""
-
-    bandwidth: float
-    """Bits per second that arrive when every rank sends to the next one at the same time."""
-    latency: float
-    """Seconds of a short message to the next rank."""
-    backward: float
-    """Seconds of a backward pass of a model of the given size."""
-    forward: float
-    """Seconds of the rest of a step: forward pass and optimizer."""
 
 
 def wide_model(params: int) -> nn.Sequential:
@@ -85,8 +71,14 @@ def ring_seconds(
     return float(rounds.min() if fastest else rounds.median())
 
 
-def measure_cluster(params: int, device_name: str) -> LinkMeasurement:
-    """Measure network and compute on this rank together with all others; the same on all ranks."""
+def measure_cluster(params: int, device_name: str) -> dict[str, float]:
+    """Measure network and compute on this rank together with all others; the same on all ranks.
+
+    Returns:
+        "bandwidth", the bits per second that arrive when every rank sends to the next one at the
+        same time, and in seconds: "latency", of a short message to the next rank; "backward", of a
+        model of the given size; "forward", the rest of a step: forward pass and optimizer.
+    """
     world, device = World.detect(), torch.device(device_name)
     latency = ring_seconds(_SHORT_BYTES, _SHORT_REPEATS, world, device)
     long = ring_seconds(_LONG_BYTES, _LONG_REPEATS, world, device, fastest=True)
@@ -95,7 +87,8 @@ def measure_cluster(params: int, device_name: str) -> LinkMeasurement:
     # Synchronous training waits for the slowest rank, hence the maximum.
     own = torch.tensor(step_seconds(params, device), device=device)
     backward, forward = all_gather(own, world).value.amax(0).tolist()
-    return LinkMeasurement(bandwidth, latency, backward, forward)
+    times = {"latency": latency, "backward": backward, "forward": forward}
+    return {"bandwidth": bandwidth, **times}
 
 
 def step_seconds(params: int, device: torch.device) -> tuple[float, float]:

@@ -194,8 +194,8 @@ def _measure_cluster(params: int, workers: int, device: str) -> tuple[int, dict[
             return None
     # The bandwidth was measured as data that arrived, so no share of it is headers. One rank has
     # measured none.
-    alone = {"latency": 0.0} if math.isinf(measured.bandwidth) else {}
-    return workers, {**measured._asdict(), "goodput": 1.0, **alone}
+    alone = {"latency": 0.0} if math.isinf(measured["bandwidth"]) else {}
+    return workers, {**measured, "goodput": 1.0, **alone}
 
 
 def _print(

@@ -14,9 +14,9 @@ from gradherd.flat import FlatSpec
 from gradherd.hooks.layouts import ColumnLayout, ShardSpan
 from gradherd.hooks.row_sources import RowSource
 from gradherd.hooks.row_stats import RowFigures
+from gradherd.ordering.balance import SIGNING_DEVICES
 from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import EpochGatherer, RowGatherer, StepComparison
-from gradherd.ordering.device_signs import SIGNING_DEVICES
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.row_check import CHECK_FAILED
 

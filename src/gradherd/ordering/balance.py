@@ -12,7 +12,7 @@ rounding this gives the signs of the loop over vectors, with one host sync per b
 CD-GraB code has one per vector. And u and G add up over shards of the columns, which is how ranks
 sign together (`sum_over_shards`) without any of them holding whole gradients of the others. Neither
 is part of the papers. On a GPU `triton_gram` computes products and sums if Triton is installed.
-Most vectors do not come here then: `device_signs` signs them by the greedy rule without the host.
+Most vectors take `sign_on_device` then, which signs by the greedy rule without the host.
 
 `reorder` fills the next order from both ends, as in the papers: each unit at the next free slot of
 its side. A prefix of the new order is then half an old prefix plus half a signed sum, and a suffix
@@ -26,8 +26,7 @@ because it is not finite: added to the running sum, it would decide all later si
 
 import logging
 import math
-from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -37,8 +36,8 @@ from torch import Tensor
 
 from gradherd.comm.script import AllReduceSmall, Script, run
 from gradherd.comm.world import World
-from gradherd.gpu import has_triton
-from gradherd.ordering.sign_rules import Carry, Floats, SignRule
+from gradherd.gpu import captured, has_triton
+from gradherd.ordering.sign_rules import Carry, Floats, Greedy, SignRule
 
 log = logging.getLogger("gradherd")
 
@@ -53,6 +52,13 @@ MOST = 64
 """Vectors of a block that kernels sign: the (P, P) products of more do not fit into registers."""
 KERNEL_DEVICES = {"cuda"}
 """Where kernels run; tests add the CPU, on which Triton interprets them."""
+SIGNING_DEVICES = {"cuda"}
+"""Where rows are signed without waiting for the device; tests add the CPU."""
+_MOST_ELEMENTS = 1 << 24
+"""Elements of all rows that are copied at a time: sketches are, whole gradients are not."""
+_MOST_ROWS = 128
+_RUNS_BEFORE_GRAPH = 3  # batch sizes that do not come again are not worth one
+_MOST_SIZES = 4
 # Vectors of one message between ranks that hold columns: more would send more products than rows.
 _SHARED_BLOCK = 32
 # Up to this many columns numpy's lower call overhead wins; beyond, its products start threads,
@@ -89,7 +95,6 @@ class Signed(NamedTuple):
 def balance(given: Unsigned) -> Signed:
     """Sign vectors with the form that is faster on their device.
 
-    >>> from gradherd.ordering.sign_rules import Greedy
     >>> vectors = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [0.0, 2.0]]])
     >>> start, nothing = torch.zeros(1, 2), np.empty((0, 1))
     >>> signed = balance(Unsigned(vectors, start, Greedy(), np.zeros((1, 3)), nothing))
@@ -112,7 +117,7 @@ def balance_sharded(given: Unsigned, *, step: int) -> Script[Signed]:
     # already: a block then covers several steps, which share one message.
     one = given.vectors.shape[1] <= step
     block = step if one else step * max(1, _SHARED_BLOCK // step)
-    return blocks(given, block=block, total=sum_over_shards, all_or_none=one)
+    return blocks(given, block=block, sharded=True, all_or_none=one)
 
 
 def sequential(given: Unsigned) -> Signed:
@@ -124,37 +129,26 @@ def sequential(given: Unsigned) -> Signed:
     running, carry = running.clone(), carry.copy()
     for w in range(streams):
         # numpy and torch spell these operations alike. The arrays share the tensors' memory, so
-        # the sum in `running` is updated in place.
+        # the sum in `running` is updated in place, and without temporaries.
         z: Tensor | FloatArray = vectors[w].numpy() if use_numpy else vectors[w]
         total: Tensor | FloatArray = running[w].numpy() if use_numpy else running[w]
+        own: Carry = carry[:, w]
         with np.errstate(invalid="ignore", over="ignore"):  # non-finite vectors are left out
-            signs[w], carry[:, w] = _sequential_stream(z, total, rule, draws[w], carry[:, w])
+            for p, vector in enumerate(z):
+                inner = float(total @ vector)
+                # Norms cost another read of the vector: only if the rule uses them. Without them,
+                # a vector that is not finite still shows in `inner`.
+                square = float(vector @ vector) if rule.randomized else 0.0
+                if not math.isfinite(inner + square):
+                    continue
+                plus, own = rule.decide(inner, square, draws[w, p], own)
+                signs[w, p] = 1 if plus else -1
+                if plus:
+                    total += vector
+                else:
+                    total -= vector
+        carry[:, w] = own
     return Signed(torch.from_numpy(signs), running, carry)
-
-
-def _sequential_stream(
-    vectors: Tensor | FloatArray,
-    total: Tensor | FloatArray,
-    rule: SignRule,
-    draws: Floats,
-    carry: Carry,
-) -> tuple[SignArray, Carry]:
-    """Sign one stream of (P, D) vectors; add into `total` (D,) without temporaries."""
-    signs = np.zeros(len(vectors), dtype=np.int8)
-    for p, vector in enumerate(vectors):
-        inner = float(total @ vector)
-        # Norms cost another read of the vector: only if the rule uses them. Without them, a
-        # vector that is not finite still shows in `inner`.
-        square = float(vector @ vector) if rule.randomized else 0.0
-        if not math.isfinite(inner + square):
-            continue
-        plus, carry = rule.decide(inner, square, draws[p], carry)
-        signs[p] = 1 if plus else -1
-        if plus:
-            total += vector
-        else:
-            total -= vector
-    return signs, carry
 
 
 def block_gram(given: Unsigned, block: int = MOST) -> Signed:
@@ -165,18 +159,14 @@ def block_gram(given: Unsigned, block: int = MOST) -> Signed:
 
 
 def blocks(
-    given: Unsigned,
-    *,
-    block: int,
-    total: Callable[[Tensor], Script[Tensor]] | None = None,
-    all_or_none: bool = False,
+    given: Unsigned, *, block: int, sharded: bool = False, all_or_none: bool = False
 ) -> Script[Signed]:
     """Sign all streams together, with one host sync per block; add into `running`.
 
     Args:
         given: What to sign.
         block: Vectors of a stream in one Gram matrix.
-        total: If D is this rank's shard of the columns: adds up products over ranks.
+        sharded: Whether D is this rank's shard of the columns: ranks then add up products.
         all_or_none: Leave out the whole block if one of its vectors is not finite.
     """
     vectors, running, rule, draws, carry = given
@@ -185,8 +175,8 @@ def blocks(
     for start in range(0, count, block):
         span = slice(start, start + block)
         z = vectors[:, span]
-        inner, gram = yield from _products(z, running, rule, total)
-        # With `total` these are sums over ranks. So all ranks see the same and take the same
+        inner, gram = yield from _products(z, running, rule, sharded)
+        # If sharded these are sums over ranks. So all ranks see the same and take the same
         # branch, even if only one rank's columns hold the value that is not finite.
         finite = np.isfinite(np.einsum("wpp->wp", gram)) & np.isfinite(inner)
         if all_or_none and not finite.all():
@@ -195,7 +185,7 @@ def blocks(
             z = torch.where(torch.from_numpy(finite).to(z.device).unsqueeze(-1), z, 0)
             # The recursion adds rows of G to the products of all later vectors, so a row that is
             # not finite would spoil them: compute the products again.
-            inner, gram = yield from _products(z, running, rule, total)
+            inner, gram = yield from _products(z, running, rule, sharded)
         block_signs, carry = signs_from_products(inner, gram, rule, draws[:, span], carry)
         signs[:, span] = block_signs * finite
         taken = torch.from_numpy(signs[:, span]).to(z.device)
@@ -208,13 +198,12 @@ def blocks(
 
 def fast_form(vectors: Tensor, running: Tensor) -> Any:
     """Return the `triton_gram` module if it can sign (W, P, D) vectors against (W, D) sums."""
-    ready = _HAS_TRITON and vectors.device.type in KERNEL_DEVICES
-    if not ready or not vectors.dtype == running.dtype == torch.float32:
+    ready = _HAS_TRITON and vectors.device.type in KERNEL_DEVICES and vectors.numel()
+    if not ready or vectors.device != running.device:
         return None
-    if vectors.stride(-1) != 1 or running.stride(-1) != 1 or not vectors.numel():
-        return None
-    if vectors.device != running.device:
-        return None
+    for one in (vectors, running):
+        if one.dtype != torch.float32 or one.stride(-1) != 1:
+            return None
     # Imported here: Triton is optional, and absent where there is no GPU.
     from gradherd.ordering import triton_gram
 
@@ -229,10 +218,7 @@ def give_up_kernels(error: Exception) -> None:
 
 
 def _products(
-    z: Tensor,
-    running: Tensor,
-    rule: SignRule,
-    total: Callable[[Tensor], Script[Tensor]] | None,
+    z: Tensor, running: Tensor, rule: SignRule, sharded: bool
 ) -> Script[tuple[Floats, Floats]]:
     """Return u (W, P) and G (W, P, P) on the host.
 
@@ -246,8 +232,8 @@ def _products(
     else:
         # u and G in one tensor: one copy to the host, one all-reduce.
         both = torch.cat([z @ running.unsqueeze(-1), z @ z.mT], dim=-1).to("cpu", torch.float64)
-    if total is not None:
-        both = yield from total(both)
+    if sharded:
+        both = yield from sum_over_shards(both)
     host = both.numpy()
     return host[..., 0].copy(), host[..., 1:]  # a copy: the recursion overwrites u
 
@@ -302,7 +288,6 @@ def signs_from_products(
     Returns:
         (W, P) signs and the new carry.
 
-    >>> from gradherd.ordering.sign_rules import Greedy
     >>> inner, gram = np.array([[0.0, 0.0]]), np.array([[[1.0, 1.0], [1.0, 1.0]]])
     >>> signs_from_products(inner, gram, Greedy(), np.zeros((1, 2)), np.empty((0, 1)))[0]
     array([[ 1, -1]], dtype=int8)
@@ -320,6 +305,135 @@ def signs_from_products(
                 signs[w, p] = -1
         carry[:, w] = own
     return signs, carry
+
+
+class DeviceSigner:
+    """Signs rows of single examples on a GPU, one batch after the other, without waiting for any.
+
+    Steps are alike: as many rows of the same length. So everything lies in fixed memory, and after
+    a few batches their kernels are a CUDA graph, which is launched in a tenth of the time. The host
+    reads the signs at the end of the epoch (`SignState.sync_sides`).
+
+    Shapes: b rows of a worker in a call, M workers, each with its own mean and running sum.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        """Reserve memory for sums of the shape (M, D) of `like`."""
+        # Contiguous, which kernels rely on and a slice of gathered rows is not.
+        self.running, self.total, self.mean = like.new_zeros(3, *like.shape)
+        self._most = _rows_at_a_time(like)
+        self._uses_graphs = like.is_cuda
+        self._blocks: dict[int, _Block] = {}
+        self._stream: torch.cuda.Stream | None = None
+
+    def fits(self, rows: Tensor) -> bool:
+        """Say whether it can sign rows (b, M, D)."""
+        own = self.running
+        return own.shape == rows.shape[1:] and fast_form(rows, own) is not None
+
+    def sign(self, rows: Tensor, state: Any) -> Tensor | None:
+        """Sign rows (b, M, D) and add them up; arguments and result as in `sign_on_device`."""
+        parts = rows.split(self._most)
+        # All blocks before the first part is signed: one that is refused later would leave sums in
+        # which the rows before it count already.
+        try:
+            blocks = [self._block_for(part) for part in parts]
+        except Exception as error:  # of Triton or its compiler, which have many kinds
+            give_up_kernels(error)
+            return None
+        self._take(state)
+        sums, signs = (self.mean, self.running, self.total), []
+        for part, block in zip(parts, blocks, strict=True):
+            # Centring copies the rows to fixed memory at the same time.
+            torch.sub(part.transpose(0, 1), self.mean.unsqueeze(1), out=block.z)
+            block.run(*sums)
+            if self._uses_graphs and block.runs == _RUNS_BEFORE_GRAPH:
+                self._uses_graphs = block.capture(*sums)
+            # The next part has the same memory.
+            signs.append(block.signs.T if len(parts) == 1 else block.signs.T.clone())
+        return torch.cat(signs) if len(signs) > 1 else signs[0]
+
+    def _take(self, state: Any) -> None:
+        """Continue with the sums of a state, after whatever the batch before was signed on."""
+        if self.running.is_cuda:
+            now = torch.cuda.current_stream(self.running.device)
+            if self._stream is not None and self._stream != now:
+                now.wait_stream(self._stream)
+            self._stream = now
+        for name in ("running", "total", "mean"):
+            own, value = getattr(self, name), getattr(state, name, None)
+            if value is not None and value is not own:
+                own.copy_(value)
+                setattr(state, name, own)
+
+    def _block_for(self, rows: Tensor) -> "_Block":
+        """Return memory for the rows; raise what the device raises if it refuses the kernels."""
+        if len(rows) not in self._blocks:
+            block = _Block(rows)
+            if len(self._blocks) >= _MOST_SIZES:
+                self._blocks.clear()
+            self._blocks[len(rows)] = block
+        return self._blocks[len(rows)]
+
+
+class _Block:
+    """The vectors of a batch in fixed memory, and the kernels that sign them."""
+
+    def __init__(self, rows: Tensor) -> None:
+        count, workers, columns = rows.shape
+        self.z = rows.new_zeros(workers, count, columns)
+        self.signs = rows.new_zeros(workers, count, dtype=torch.int8)
+        self.runs = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        # A first run for nothing: if a kernel is refused, no sum has changed yet.
+        self._launch(*rows.new_zeros(3, workers, columns))
+
+    def run(self, *sums: Tensor) -> None:
+        """Sign the vectors and add them up; arguments as in `triton_gram.sign_greedily`."""
+        self.runs += 1
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._launch(*sums)
+
+    def _launch(self, *sums: Tensor) -> None:
+        fast = fast_form(self.z, self.z[:, 0])
+        for z, signs in zip(self.z.split(MOST, 1), self.signs.split(MOST, 1), strict=True):
+            fast.sign_greedily(z, signs, *sums)
+
+    def capture(self, *sums: Tensor) -> bool:
+        """Make the kernels a CUDA graph on this memory; say whether graphs can be made here."""
+        if torch.cuda.is_current_stream_capturing():  # by the user
+            return True
+        launches = [partial(self._launch, *sums)]
+        self._graph = next(iter(captured(launches, "signs", self.z.device) or ()), None)
+        return self._graph is not None
+
+
+def sign_on_device(rule: SignRule, rows: Tensor, state: Any) -> Tensor | None:
+    """Sign rows (b, M, D) minus the mean where they are, without the host waiting.
+
+    Args:
+        rule: Decides the signs.
+        rows: The rows, in visiting order.
+        state: A `SignState`. Its `running` sums (M, D), plain sums `total` if the order uses them,
+            and `mean` if it has one, are then those of its `signer`, which outlives the epoch.
+
+    Returns:
+        (b, M) int8 on the device, overwritten by the next call, 0 where a row is not finite; None
+        if it cannot be done here, and then nothing has changed.
+    """
+    if not rows.numel() or rows.device.type not in SIGNING_DEVICES or not isinstance(rule, Greedy):
+        return None
+    if state.signer is None or not state.signer.fits(rows):
+        able = _rows_at_a_time(rows[0]) and fast_form(rows, rows[0]) is not None
+        state.signer = DeviceSigner(rows[0]) if able else None
+    return None if state.signer is None else state.signer.sign(rows, state)
+
+
+def _rows_at_a_time(row: Tensor) -> int:
+    """Return how many rows (M, D) like this one are signed in one go; 0 if it is too long."""
+    return min(_MOST_ROWS, _MOST_ELEMENTS // max(1, row.numel()) // MOST * MOST)
 
 
 def reorder(order: Tensor, sides: Tensor) -> Tensor:

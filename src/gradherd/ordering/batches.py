@@ -10,7 +10,6 @@ back later, without a name on them. `Batches` answers both questions:
   off in between; its gradient belongs to the units of that batch, once.
 """
 
-import multiprocessing
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -343,11 +342,6 @@ class Batches:
             f"a gradient came back in epoch {self._epoch} before the sampler handed out any "
             "example: iterate over a loader with this sampler after set_epoch()"
         )
-
-
-def has_workers() -> bool:
-    """Return whether there may be worker processes of a loader."""
-    return any(process.daemon for process in multiprocessing.active_children())
 
 
 class FollowedLoader:

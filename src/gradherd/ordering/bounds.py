@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradherd.ordering.policy import Rows, ShardedRows
+from gradherd.ordering.policy import Rows, ShardedRows, masked
 
 # What is kept of an epoch: so many prefix sums of so many columns, at most 16 MB in float64.
 _PREFIXES, _COLUMNS = 512, 4096
@@ -78,9 +78,7 @@ class HerdingWatch:
             rows = rows.columns  # the bound over this rank's columns
         if (size := rows.shape[-1]) > _COLUMNS:  # an even selection
             rows = rows[..., torch.arange(_COLUMNS, device=rows.device) * size // _COLUMNS]
-        values = rows.detach().double()
-        if not seen.all():
-            values = torch.where(seen.to(values.device).unsqueeze(-1), values, 0)
+        values = masked(rows.detach().double(), seen)
         by_step, counts = values.sum(1), seen.sum(1)  # (b, c), (b,)
         sums = by_step.cumsum(0) if self._total is None else by_step.cumsum(0) + self._total
         counts = counts.cumsum(0) + self._count

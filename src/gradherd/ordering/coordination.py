@@ -140,10 +140,8 @@ def finite_batches(rows: Tensor, batches: Sequence[int], finite: Tensor | None =
     """
     # The sum of a row tells whether all of it is finite, and needs no mask of the rows' size.
     broken = ~rows.sum(dim=(1, 2)).isfinite().cpu() if finite is None else ~finite
-    batch_of_step = torch.repeat_interleave(torch.arange(len(batches)), torch.tensor(batches))
-    count = torch.zeros(len(batches), dtype=torch.int64)
-    count.index_add_(0, batch_of_step, broken.long())
-    return (count[batch_of_step] == 0).unsqueeze(1).expand(-1, rows.shape[1])
+    whole = torch.cat([~batch.any().expand(len(batch)) for batch in broken.split([*batches])])
+    return whole.unsqueeze(1).expand(-1, rows.shape[1])
 
 
 class RowGatherer:

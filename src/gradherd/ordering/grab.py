@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.device_signs import Sums, sign_on_device
-from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState
+from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState, masked
 from gradherd.ordering.random import SeededRandom
 
 
@@ -25,24 +24,16 @@ class MeanState(SignState):
 
     total: Tensor | None = None
     """(M, D) sum of the rows seen."""
-    count: Tensor | None = None
-    """(M,) number of rows in `total`."""
     mean: Tensor | None = None
     """(M, D) mean row of the previous epoch; outlives the epoch."""
 
     columns: ClassVar[tuple[str, ...]] = ("running", "total", "mean")
-    others: ClassVar[tuple[str, ...]] = ("count",)
 
     def adopt(self, other: Self) -> None:
         """Take over the mean. With other workers units change owner, so one mean serves all."""
         self.mean = other.mean
         if self.mean is not None and len(self.sizes) != len(other.sizes):
             self.mean = self.mean.mean(0, keepdim=True).repeat(len(self.sizes), 1)
-
-    def count_rows(self, sides: Tensor) -> None:
-        """Count rows whose (b, M) sides came from the GPU."""
-        if self.count is not None:
-            self.count = self.count.cpu() + (sides != 0).sum(0)
 
 
 @dataclass(frozen=True)
@@ -64,8 +55,10 @@ class GraB(SignPolicy):
         if previous is None:
             return state
         state.mean = previous.mean
-        if previous.total is not None and previous.count is not None:
-            count = previous.count.unsqueeze(1).to(previous.total)
+        if previous.total is not None:
+            # Just those rows are in the total that have a side.
+            previous.sync_sides()
+            count = (previous.sides != 0).sum(0).unsqueeze(1).to(previous.total)
             # A worker none of whose rows arrived keeps the mean it had.
             old = torch.zeros_like(previous.total) if previous.mean is None else previous.mean
             state.mean = torch.where(count > 0, previous.total / count.clamp(min=1), old)
@@ -77,41 +70,20 @@ class GraB(SignPolicy):
         """Give a side to each of the (b, M, D) rows; arguments as in `Policy.observe`."""
         own = rows if isinstance(rows, Tensor) else rows.columns
         steps, workers, dim = own.shape
-        if state.running is None or state.total is None or state.count is None:
+        if state.running is None or state.total is None:
             state.running = own.new_zeros((workers, dim))
             state.total = own.new_zeros((workers, dim))
-            state.count = torch.zeros(workers, dtype=torch.int64)
-        if isinstance(rows, Tensor) and self._observe_on_device(state, rows, seen):
-            return
-        centred = _masked(own if state.mean is None else own - state.mean, seen)
         sharded = isinstance(rows, ShardedRows)
-        signs = yield from self._sign(state, centred, state.steps, random, sharded=sharded)
-        sides = signs * seen  # also 0 where the row was not finite
-        state.note_signs(sides, seen, steps)
-        # The next mean is that of the raw rows. OrderedSampler of the GraB authors centres in
-        # place first; its mean is then the change of the mean, about zero every second epoch.
-        state.total = state.total + _masked(own, sides != 0).sum(0)
-        state.count = state.count.cpu() + (sides != 0).sum(0)
-        state.sides[state.steps : state.steps + steps] = sides
+        signs, late = yield from self._sign(
+            state, own, seen, state.steps, random, sharded=sharded, mean=state.mean
+        )
+        if late:
+            state.late.append((state.steps, signs.clone()))
+        else:
+            sides = signs * seen  # also 0 where the row was not finite
+            state.note_signs(sides, seen, steps)
+            # The next mean is that of the raw rows. OrderedSampler of the GraB authors centres in
+            # place first; its mean is then the change of the mean, about zero every second epoch.
+            state.total = state.total + masked(own, sides != 0).sum(0)
+            state.sides[state.steps : state.steps + steps] = sides
         state.steps += steps
-
-    def _observe_on_device(self, state: MeanState, rows: Tensor, seen: Tensor) -> bool:
-        """Sign on the GPU if that can be done without the host waiting; say whether it was."""
-        assert state.running is not None and state.total is not None
-        if not seen.all():
-            return False
-        sums = Sums(state.running, state.total, state.mean)
-        sides, sums, state.signer = sign_on_device(self.rule, rows, sums, state.signer)
-        state.running, state.total, state.mean = sums
-        if sides is None:
-            return False
-        state.late.append((state.steps, sides.clone()))
-        state.steps += len(rows)
-        return True
-
-
-def _masked(rows: Tensor, mask: Tensor) -> Tensor:
-    """Return the (b, M, D) rows with zeros where the (b, M) mask is false."""
-    if mask.all():  # the common case: no copy
-        return rows
-    return torch.where(mask.to(rows.device).unsqueeze(-1), rows, 0)

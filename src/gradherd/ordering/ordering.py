@@ -194,7 +194,8 @@ class Ordering:
             rows = replace(rows, blocks=tuple(map(self._aligned, rows.blocks)))
         # A worker that has run out of units repeats one: its row is real, but counts only once.
         if self.steps + len(seen) > min(self.sizes):
-            seen = seen & self._state.valid(self.steps, len(seen))
+            times = torch.arange(self.steps, self.steps + len(seen)).unsqueeze(1)
+            seen = seen & (times < torch.tensor(self.sizes))
         self._state.orders = self._orders
         if self.watch is not None:
             self.watch.add(self.steps, rows, seen)

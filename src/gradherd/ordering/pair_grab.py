@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.device_signs import Sums, sign_on_device
 from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState, all_seen
 from gradherd.ordering.random import SeededRandom
 
@@ -48,7 +47,7 @@ class PairState(SignState):
     """Memory of `pending`, reused from pair to pair; not part of the saved state."""
 
     columns: ClassVar[tuple[str, ...]] = ("running", "pending")
-    others: ClassVar[tuple[str, ...]] = ("pending_seen",)
+    others: ClassVar[tuple[str, ...]] = (*SignState.others, "pending_seen")
 
     def skip_to(self, step: int) -> None:
         """Skip time steps. Half a pair loses its partner: the next begins at an even step."""
@@ -66,7 +65,7 @@ class Pairs(NamedTuple):
     first: int
     """Number of the first pair, counted from the start of the epoch."""
     diffs: Tensor
-    """(K, M, D) first minus second row; zero where one of the two is missing."""
+    """(K, M, D) first minus second row; arbitrary where one of the two is missing."""
     seen: Tensor
     """(K, M) whether both rows were seen."""
 
@@ -114,9 +113,6 @@ def take_pairs(state: PairState, rows: Blocks, seen: Tensor) -> Pairs:
         masks.append(seen[0::2] & seen[1::2])
     diffs = parts[0] if len(parts) == 1 else torch.cat(parts)
     both = torch.cat(masks)
-    if not both.all():
-        # Zero vectors leave the running sum alone; `seen` keeps their signs from being used.
-        diffs = torch.where(both.to(diffs.device).unsqueeze(-1), diffs, 0)
     return Pairs(first, diffs, both)
 
 
@@ -212,27 +208,15 @@ class PairGraB(SignPolicy):
         if not len(pairs.diffs):  # the first halves of pairs: every second step of training
             return
         sharded = isinstance(rows, ShardedRows)
-        if sharded or not self._sign_on_device(state, pairs):
-            signs = yield from self._sign(state, pairs.diffs, pairs.first, random, sharded=sharded)
+        signs, late = yield from self._sign(
+            state, pairs.diffs, pairs.seen, pairs.first, random, sharded=sharded
+        )
+        if late:
+            # The second of a pair has the other side. In one launch, as at every step.
+            sides = signs.unsqueeze(1) * _both_sides(signs.device)
+            state.late.append((2 * pairs.first, sides.flatten(0, 1)))
+        else:
             place_pairs(state, pairs, signs)
-
-    def _sign_on_device(self, state: PairState, pairs: Pairs) -> bool:
-        """Sign on the GPU if that can be done without the host waiting; say whether it was."""
-        assert state.running is not None
-        diffs = pairs.diffs
-        if not pairs.seen.all():
-            return False
-        vectors = diffs.flatten(0, 1).unsqueeze(1) if self.shared else diffs
-        sums = Sums(state.running)
-        signs, sums, state.signer = sign_on_device(self.rule, vectors, sums, state.signer)
-        state.running = sums.running
-        if signs is None:
-            return False
-        count, workers = diffs.shape[:2]
-        # The second of a pair has the other side. In one launch, as at every step.
-        sides = signs.reshape(count, 1, workers) * _both_sides(signs.device)
-        state.late.append((2 * pairs.first, sides.flatten(0, 1)))
-        return True
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,17 @@ from typing import Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.balance import Unsigned, balance, balance_sharded, reorder
-from gradherd.ordering.device_signs import DeviceSigner
+from gradherd.ordering.balance import (
+    DeviceSigner,
+    Unsigned,
+    balance,
+    balance_sharded,
+    reorder,
+    sign_on_device,
+)
 from gradherd.ordering.random import SeededRandom
 from gradherd.ordering.sign_rules import Floats, Greedy, SignRule
 
@@ -51,6 +56,13 @@ class ShardedRows:
         return self.blocks[0] if len(self.blocks) == 1 else torch.cat(self.blocks, -1)
 
 
+def masked(rows: Tensor, mask: Tensor) -> Tensor:
+    """Return the (b, M, D) rows with zeros where the (b, M) mask is false."""
+    if mask.all():  # the common case: no copy
+        return rows
+    return torch.where(mask.to(rows.device).unsqueeze(-1), rows, 0)
+
+
 Rows: TypeAlias = Tensor | ShardedRows
 """(b, M, D) rows of all workers, or this rank's columns of them."""
 
@@ -79,25 +91,12 @@ class EpochState:
     columns: ClassVar[tuple[str, ...]] = ()
     """Fields with one column for each column of a row: these are sharded where rows are."""
     others: ClassVar[tuple[str, ...]] = ()
-    """Further tensors of the saved state."""
-    required: ClassVar[tuple[str, ...]] = ()
-    """What every saved state of this kind has beside sizes, epoch and steps."""
+    """Further tensors of the saved state, which are on the CPU."""
 
     @property
     def length(self) -> int:
         """T, the units of the longest worker."""
         return max(self.sizes, default=0)
-
-    def valid(self, first: int, steps: int) -> Tensor:
-        """Return (steps, M) booleans: does the worker have a unit at that time step?
-
-        >>> EpochState(sizes=(3, 2), epoch=0).valid(first=1, steps=2).tolist()
-        [[True, True], [True, False]]
-        """
-        if first + steps <= min(self.sizes):  # the common case: one small tensor, not three
-            return all_seen(steps, len(self.sizes))
-        times = torch.arange(first, first + steps).unsqueeze(1)
-        return times < torch.tensor(self.sizes)
 
     def skip_to(self, step: int) -> None:
         """Count the time steps before `step` as visited: nothing is learned from them."""
@@ -136,22 +135,23 @@ class EpochState:
         """Take over what `state_dict` returned for a state of this kind.
 
         Raises:
-            ValueError: A required field is missing, or has another shape than in a new state.
+            ValueError: What a new state has is missing, or has another shape there.
         """
-        missing = {"sizes", "epoch", "steps", *self.required} - state.keys()
-        if missing:
+        names = (*self.columns, *self.others)
+        own = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if missing := {"sizes", "epoch", "steps", *own} - state.keys():
             raise ValueError(f"state is damaged: its balance has no {', '.join(sorted(missing))}")
         self.steps = state["steps"]
         if not 0 <= self.steps <= self.length:
             raise ValueError(f"state is damaged: {self.steps} steps of an epoch of {self.length}")
-        for name in state.keys() & vars(self).keys():
-            own = tuple(getattr(getattr(self, name), "shape", ()))
-            if own and own != tuple(state[name].shape):
-                found = tuple(state[name].shape)
-                raise ValueError(f"state is damaged: {name} is {found}, not {own}")
-        for name in (*self.columns, *self.others):
+        for name, value in own.items():
+            if value.shape != state[name].shape:
+                found, wanted = tuple(state[name].shape), tuple(value.shape)
+                raise ValueError(f"state is damaged: {name} is {found}, not {wanted}")
+        for name in names:
             if name in state:
-                setattr(self, name, state[name].clone())
+                value = state[name] if name in self.columns else state[name].cpu()
+                setattr(self, name, value.clone())
 
 
 @dataclass
@@ -160,8 +160,8 @@ class SignState(EpochState):
 
     sides: Tensor = field(init=False)
     """(T, M) int8: where the unit visited at a step goes: +1 front, -1 back, 0 stays."""
-    carry: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))
-    """(C, W) what the sign rule carries from vector to vector."""
+    carry: Tensor = field(init=False)
+    """(C, W) float64: what the sign rule carries from vector to vector."""
     running: Tensor | None = None
     """(W, D) signed running sums; None until the first row gives D."""
     late: list[tuple[int, Tensor]] = field(default_factory=list)
@@ -171,7 +171,7 @@ class SignState(EpochState):
     """Signs on a GPU, in memory that outlives the epoch; not part of the saved state."""
 
     columns: ClassVar[tuple[str, ...]] = ("running",)
-    required: ClassVar[tuple[str, ...]] = ("sides", "carry")
+    others: ClassVar[tuple[str, ...]] = ("sides", "carry")
 
     def __post_init__(self) -> None:
         # Sides start at 0: a unit whose row never arrives keeps its position.
@@ -193,23 +193,11 @@ class SignState(EpochState):
             for first, part in zip(firsts, sides.split([*map(len, parts)]), strict=True):
                 self.sides[first : first + len(part)] = part
             self.note_signs(sides, all_seen(1, 1), len(sides))
-            self.count_rows(sides)
-
-    def count_rows(self, sides: Tensor) -> None:
-        """Count rows whose (b, M) sides came from the GPU."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all fields, as tensors and integers."""
         self.sync_sides()
-        own = {"sides": self.sides.clone(), "carry": torch.from_numpy(self.carry.copy())}
-        return super().state_dict() | own
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned."""
-        super().load(state)
-        # Sign rules run on the host, wherever the rows are.
-        self.sides = state["sides"].cpu().clone()
-        self.carry = state["carry"].cpu().numpy().copy()
+        return super().state_dict()
 
 
 class Policy(ABC):
@@ -297,15 +285,23 @@ class SignPolicy(Policy):
 
     def _begun(self, state: S, previous: S | None, streams: int, vectors: int) -> S:
         """Return a new state, with the rule's carry for so many vectors of each stream."""
-        carry = np.array(self.rule.start(vectors, state.epoch), dtype=np.float64)
-        state.carry = carry[:, np.newaxis].repeat(streams, 1)
+        carry = torch.tensor(self.rule.start(vectors, state.epoch), dtype=torch.float64)
+        state.carry = carry.unsqueeze(1).repeat(1, streams)
         state.signer = None if previous is None else previous.signer
         return state
 
     def _sign(
-        self, state: SignState, vectors: Tensor, first: int, random: SeededRandom, *, sharded: bool
-    ) -> Script[Tensor]:
-        """Return the (K, M) signs of (K, M, D) vectors, and add these to the running sums.
+        self,
+        state: SignState,
+        vectors: Tensor,
+        seen: Tensor,
+        first: int,
+        random: SeededRandom,
+        *,
+        sharded: bool,
+        mean: Tensor | None = None,
+    ) -> Script[tuple[Tensor, bool]]:
+        """Sign (K, M, D) vectors, and add them to the running sums.
 
         If `shared`, one sum serves all workers: step after step, and within a step worker after
         worker, as the paper's server does it. Else each worker is a stream.
@@ -313,12 +309,24 @@ class SignPolicy(Policy):
         Args:
             state: Its sums and the rule's carry are updated.
             vectors: In visiting order.
+            seen: (K, M) which of them are real.
             first: Number of the first vector of each worker in the epoch.
             random: Draws for rules that are randomized.
             sharded: Ranks hold columns and sign together.
+            mean: (M, D) what is subtracted from the vectors, if anything.
+
+        Returns:
+            (K, M) signs, and whether they are late: on a GPU that nobody waits for, until the next
+            call, and for a `MeanState` its total is updated, too.
         """
         assert state.running is not None
         count, workers, _ = vectors.shape
+        if not sharded and seen.all():
+            alone = vectors.flatten(0, 1).unsqueeze(1) if self.shared else vectors
+            if (late := sign_on_device(self.rule, alone, state)) is not None:
+                return late.reshape(count, workers), True
+        # Zero vectors leave the running sums alone; `seen` keeps their signs from being used.
+        vectors = masked(vectors if mean is None else vectors - mean, seen)
         draws: Floats = np.broadcast_to(np.float64(0), (count, workers))
         if self.rule.randomized:
             # Always the whole epoch: which draw a vector gets must not depend on how many vectors
@@ -329,13 +337,13 @@ class SignPolicy(Policy):
             vectors, draws = vectors.flatten(0, 1).unsqueeze(0), draws.reshape(1, -1)
         else:
             vectors, draws = vectors.transpose(0, 1), draws.T
-        unsigned = Unsigned(vectors, state.running, self.rule, draws, state.carry)
+        unsigned = Unsigned(vectors, state.running, self.rule, draws, state.carry.numpy())
         if sharded:
             signed = yield from balance_sharded(unsigned, step=workers if self.shared else 1)
         else:
             signed = balance(unsigned)
-        state.running, state.carry = signed.running, signed.carry
-        return signed.signs.view(-1, workers) if self.shared else signed.signs.T
+        state.running, state.carry = signed.running, torch.from_numpy(signed.carry)
+        return signed.signs.view(-1, workers) if self.shared else signed.signs.T, False
 
     def reorder(
         self, orders: list[Tensor], state: SignState, epoch: int, random: SeededRandom

@@ -8,6 +8,7 @@ names another epoch, or when a loop that has gone through the epoch begins again
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing import active_children
 from typing import Any, Literal
 
 from torch import Tensor
@@ -22,7 +23,6 @@ from gradherd.ordering.batches import (
     BatchTicket,
     EpochPass,
     LoopCount,
-    has_workers,
 )
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy, Rows
@@ -62,7 +62,8 @@ class EpochIterator(Iterator[int]):
         # Asked for more than a batch before any forward: the loop skips, or the loader prefetches.
         second = position - one.begin == self._sampler.batch_size
         if second and not one.logged and one.count is None:
-            one.fetched_ahead = has_workers()
+            # There may be worker processes of a loader.
+            one.fetched_ahead = any(other.daemon for other in active_children())
         if position >= len(self._indices):
             one.ended = True
             raise StopIteration

@@ -162,32 +162,31 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def products(z: Tensor, running: Tensor) -> Tensor:
+def products(z: Tensor, running: Tensor, least: int = 1) -> Tensor:
     """Return the inner products of a block of vectors.
 
     Args:
         z: (W, P, D) float32, contiguous along D; P is at most 64.
         running: (W, D) float32 running sums, contiguous along D.
+        least: Columns of a program, at least.
 
     Returns:
         (W, P, 1 + P) float64: u = Z.S in column 0, then G = Z.Z^T.
     """
-    programs, span = _spans(z, 1)
-    parts = z.new_empty(len(z), programs, z.shape[1], 1 + z.shape[1])
-    if programs:
-        _write_products(z, running, parts, span)
-    return parts.sum(1, dtype=torch.float64)
-
-
-def _spans(z: Tensor, least: int) -> tuple[int, int]:
-    """Return the number of programs of a stream, and the columns of each, at least `least`."""
     streams, count, columns = z.shape
-    block, _, per_processor = _SHAPES[_padded(count)]
+    block, warps, per_processor = _SHAPES[_padded(count)]
     per_stream = max(1, per_processor * _processors(z.device) // streams)
     # Whole blocks for all programs but the last, so that only that one needs a mask.
-    span = triton.cdiv(triton.cdiv(columns, block), per_stream) * block
-    span = max(span, least)
-    return triton.cdiv(columns, span), span
+    span = max(least, triton.cdiv(triton.cdiv(columns, block), per_stream) * block)
+    programs = triton.cdiv(columns, span)
+    parts = z.new_empty(streams, programs, count, 1 + count)
+    if programs:
+        launch(
+            _product_kernel, (programs, streams),
+            z, running, parts, z.stride(0), z.stride(1), running.stride(0), columns, span, count,
+            P=_padded(count), K=block, num_warps=warps, num_stages=1,
+        )  # fmt: skip
+    return parts.sum(1, dtype=torch.float64)
 
 
 def _padded(count: int) -> int:
@@ -195,62 +194,38 @@ def _padded(count: int) -> int:
     return max(16, 1 << (count - 1).bit_length())  # matrix instructions start at 16 rows
 
 
-def _write_products(z: Tensor, running: Tensor, parts: Tensor, span: int) -> None:
-    """Write the products over each range of `span` columns to `parts`."""
-    streams, count, columns = z.shape
-    block, warps, _ = _SHAPES[_padded(count)]
-    launch(
-        _product_kernel, (parts.shape[1], streams),
-        z, running, parts, z.stride(0), z.stride(1), running.stride(0), columns, span, count,
-        P=_padded(count), K=block, num_warps=warps, num_stages=1,
-    )  # fmt: skip
-
-
-def add_signed(z: Tensor, signs: Tensor, running: Tensor) -> None:
-    """Add Z^T.signs to running sums, in place.
+def add_signed(
+    z: Tensor,
+    signs: Tensor,
+    running: Tensor,
+    mean: Tensor | None = None,
+    total: Tensor | None = None,
+) -> None:
+    """Add Z^T.signs to running sums in place, and vectors plus mean to plain sums, if given.
 
     Args:
         z: (W, P, D) float32, contiguous along D.
         signs: (W, P) int8, contiguous along P.
         running: (W, D) float32, contiguous along D.
+        mean: (W, D) what was subtracted from the vectors, contiguous.
+        total: (W, D) sums of vectors plus mean, contiguous.
     """
     streams, count, columns = z.shape
+    block = _BLOCK if total is None else _SHORT_BLOCK
+    unused = running  # memory that no program reads in its place
     launch(
-        _sum_kernel, (triton.cdiv(columns, _BLOCK), streams),
-        z, signs, running, running, running, z.stride(0), z.stride(1), signs.stride(0),
-        running.stride(0), columns, count, BLOCK=_BLOCK, UNROLL=_UNROLL, TOTAL=False,
+        _sum_kernel, (triton.cdiv(columns, block), streams), z, signs, running,
+        unused if mean is None else mean, unused if total is None else total, z.stride(0),
+        z.stride(1), signs.stride(0), running.stride(0), columns, count,
+        BLOCK=block, UNROLL=_UNROLL, TOTAL=total is not None,
     )  # fmt: skip
 
 
-class BlockMemory:
-    """Memory for the signs of one block of vectors, used again for every block of its shape."""
-
-    def __init__(self, z: Tensor, signs: Tensor) -> None:
-        """Reserve it, for (W, P, D) vectors in `z`, contiguous along D, and (W, P) int8 `signs`."""
-        self._z, self._signs = z, signs
-        programs, self._span = _spans(z, _LEAST_SPAN)
-        streams, count, _ = z.shape
-        self._parts = z.new_empty(streams, programs, count, 1 + count)
-        self._products = z.new_empty(streams, count, 1 + count, dtype=torch.float64)
-
-    def sign(self, mean: Tensor, running: Tensor, total: Tensor) -> None:
-        """Sign the vectors by the greedy rule, and add them up.
-
-        Args:
-            mean: (W, D) what was subtracted from the vectors.
-            running: (W, D) signed sums before the block; updated.
-            total: (W, D) sums of vectors plus mean; updated.
-        """
-        z, signs = self._z, self._signs
-        streams, count, columns = z.shape
-        _write_products(z, running, self._parts, self._span)
-        torch.sum(self._parts, 1, dtype=torch.float64, out=self._products)
-        launch(
-            _greedy_kernel, (streams,),
-            self._products, signs, signs.stride(0), count, P=_padded(count), num_warps=1,
-        )  # fmt: skip
-        launch(
-            _sum_kernel, (triton.cdiv(columns, _SHORT_BLOCK), streams),
-            z, signs, running, mean, total, z.stride(0), z.stride(1), signs.stride(0),
-            columns, columns, count, BLOCK=_SHORT_BLOCK, UNROLL=_UNROLL, TOTAL=True,
-        )  # fmt: skip
+def sign_greedily(z: Tensor, signs: Tensor, mean: Tensor, running: Tensor, total: Tensor) -> None:
+    """Write the signs of vectors by the greedy rule, at most 64, and add as `add_signed` does."""
+    both, count = products(z, running, _LEAST_SPAN), z.shape[1]
+    launch(
+        _greedy_kernel, (len(z),),
+        both, signs, signs.stride(0), count, P=_padded(count), num_warps=1,
+    )  # fmt: skip
+    add_signed(z, signs, running, mean, total)
