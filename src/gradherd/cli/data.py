@@ -57,7 +57,8 @@ class DataListCommand:
         local = _find_local(name, self.data_dir)
         download = f"gradherd data get {name}, or " if DATASETS[name].downloads else ""
         advice = f"{download}{DATASETS[name].by_hand} into one of the folders"
-        about = {"name": name, "title": DATASETS[name].title, "tasks": _tasks_of(name)}
+        tasks = [task for task, data in TASK_DATA.items() if name in data]
+        about = {"name": name, "title": DATASETS[name].title, "tasks": tasks}
         return {**about, **_place(local), "advice": None if local else advice}
 
 
@@ -155,11 +156,6 @@ def _find_local(name: str, data_dir: Path | None) -> LocalDataSet | None:
     with usage_errors(["data_dir"]), contextlib.suppress(MissingData):
         return find_dataset(name, data_dir)
     return None
-
-
-def _tasks_of(name: str) -> list[str]:
-    """Return the names of the tasks that need a data set."""
-    return [task for task, data in TASK_DATA.items() if name in data]
 
 
 def _place(local: LocalDataSet | None) -> dict[str, str | None]:

@@ -33,7 +33,6 @@ from gradherd.lab.train.config import (
     RunConfig,
     plan_runs,
     run_settings,
-    sparse_recipe,
 )
 from gradherd.ordering.registry import POLICIES
 
@@ -86,18 +85,15 @@ class TrainCommand:
         density = density_for([self.sparsify], self.density)
         task, settings = named_task(self.task), self.training.checked()
         with usage_errors(run_settings()):
-            config = RunConfig.of(
+            (config,) = plan_runs(
                 self.task,
                 task.defaults,
-                order=self.order,
-                sparsify=self.sparsify,
+                orders=[self.order],
+                sparsifiers=[Exchange(self.sparsify, density, self.local_steps)],
                 density=density,
-                seed=self.seed,
-                local_steps=self.local_steps,
+                seeds=[self.seed],
                 **settings,
             )
-        if self.training.lr is None and self.training.momentum is None:
-            config = sparse_recipe(config)
         check_data(task, self.training.data_dir, [config])
         if config.virtual and (self.resume or self.checkpoint_every is not None):
             raise UsageError("--virtual runs are not saved: drop --resume and --checkpoint-every")

@@ -183,13 +183,6 @@ def arm_label(key: ArmKey, keys: Sequence[ArmKey]) -> str:
     return f"{order_name} + {sparsify_name}"
 
 
-def planned_epochs(record: RunRecord) -> int | None:
-    """Return how many epochs a run was configured for; None if its settings do not say."""
-    epochs = record.config.get("epochs")
-    # Python counts True as an integer; a damaged record may hold it.
-    return epochs if isinstance(epochs, int) and not isinstance(epochs, bool) else None
-
-
 def diverged(run: RunRecord) -> bool:
     """Return whether a run ended with a loss that is not finite."""
     # The status alone misses runs that were interrupted after their loss was lost.
@@ -234,7 +227,9 @@ def mean_seconds(arm: ArmSummary, part: str) -> float:
 
 
 def _summarize(label: str, runs: Sequence[RunRecord], longest: int) -> ArmSummary:
-    planned = max((planned_epochs(run) or longest for run in runs), default=longest)
+    # A damaged record may hold anything; True, for one, is an integer.
+    plans = [run.config.get("epochs") for run in runs]
+    planned = max((plan if type(plan) is int else 0) or longest for plan in plans)
     # The longest run sets the end: one interrupted seed must not cut the others short.
     epochs = min(planned, max(len(run.epochs) for run in runs))
     # A run that diverged may have stopped early. It counts: without it the arm would look better.

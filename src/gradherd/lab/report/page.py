@@ -56,22 +56,18 @@ def render(
     comparisons = compare_all(records)
     # By identity: records hold dicts, so they cannot be keys themselves.
     names = {} if files is None else {id(r): f for r, f in zip(records, files, strict=True)}
+    arms = "; ".join(
+        f"{printable(one.task, 60)}: {listed([printable(arm.label, 40) for arm in one.arms])}"
+        for one in comparisons
+    )
     text = _environment().get_template("page.html.j2").render(
-        title=printable(title) if title is not None else title_of(comparisons),
+        title=arms if title is None else printable(title),
         sections=[_section(f"c{i}", one, names) for i, one in enumerate(comparisons)],
         axes=list(X_AXES), tones=_TONES, colours=COLOURS, ink=INK, paper=PAPER,
         most_arms=max(len(comparison.arms) for comparison in comparisons),
     )  # fmt: skip
     # Half a surrogate pair is valid in a JSON string, but cannot be encoded as UTF-8.
     return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def title_of(comparisons: Sequence[Comparison]) -> str:
-    """Return tasks and arms on one line."""
-    return "; ".join(
-        f"{printable(one.task, 60)}: {listed([printable(arm.label, 40) for arm in one.arms])}"
-        for one in comparisons
-    )
 
 
 def _section(name: str, comparison: Comparison, files: Mapping[int, str]) -> dict[str, Any]:

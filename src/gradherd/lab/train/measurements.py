@@ -168,27 +168,16 @@ def hardware(device: str = "cpu") -> dict[str, Any]:
     """
     # Asked only for runs on a GPU: it would initialise CUDA, which takes seconds and memory.
     gpu = torch.cuda.get_device_name() if device.startswith("cuda") else None
+    pages, has_affinity = "SC_PHYS_PAGES", hasattr(os, "sched_getaffinity")
+    has_pages = pages in getattr(os, "sysconf_names", {})  # not on Windows
     return {
         "cpu": _cpu(),
-        "cores": _cores(),
-        "memory_bytes": _memory(),
+        # Those that this process may use; containers may limit it.
+        "cores": len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1,
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf(pages) if has_pages else None,
         "accelerator": gpu,
         "system": f"{platform.system()} {platform.release()}",
     }
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may use; containers may limit it."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _memory() -> int | None:
-    # Not on Windows.
-    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
-        return None
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _cpu() -> str:

@@ -115,9 +115,7 @@ def _nested_problem(value: dict[str, Any]) -> str | None:
         for item in level:
             if isinstance(item, dict | list):
                 inner += item.values() if isinstance(item, dict) else item
-            elif (
-                isinstance(item, int | float) and not isinstance(item, bool) and not is_number(item)
-            ):
+            elif not isinstance(item, str | bool | None) and not is_number(item):
                 return f"{short_repr(item)}, which is too large or not a number"
         level = inner
         if not level:
@@ -127,11 +125,9 @@ def _nested_problem(value: dict[str, Any]) -> str | None:
 
 def is_number(value: object) -> bool:
     """Return whether a value is a finite number that reports can compute with."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and _in_range(value)
-
-
-def _in_range(value: float) -> bool:
-    return -_MAX_VALUE <= value <= _MAX_VALUE  # False for NaN; works for integers of any length.
+    numeric = isinstance(value, int | float) and not isinstance(value, bool)
+    # False for NaN; works for integers of any length.
+    return numeric and -_MAX_VALUE <= value <= _MAX_VALUE
 
 
 def short_repr(value: object) -> str:

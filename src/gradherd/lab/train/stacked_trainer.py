@@ -315,7 +315,9 @@ class StackedTrainer(Trainer):
             since = time.perf_counter()
             coordination.end_epoch()
             own.ordering_seconds += time.perf_counter() - since
-        self._set_herding_bounds(means, counters)
+        examples = config.batch_size * config.workers
+        for at, own in enumerate(counters if len(means) else ()):
+            own.herding_bound = herding_bound(means[:, at], examples)
         seconds = time.perf_counter() - begin
         # Measured per run; everything else happens for all runs at once.
         separate = sum(own.ordering_seconds for own in counters)
@@ -363,12 +365,6 @@ class StackedTrainer(Trainer):
             else:
                 self._coordination[at].gather(rows.transpose(0, 1), sizes)
             counters[at].ordering_seconds += time.perf_counter() - begin
-
-    def _set_herding_bounds(self, means: Tensor, counters: list[EpochCounters]) -> None:
-        examples = self._configs[0].batch_size * self._configs[0].workers
-        if len(means):
-            for at, own in enumerate(counters):
-                own.herding_bound = herding_bound(means[:, at], examples)
 
     def evaluate(self) -> list[Evaluation]:
         """Evaluate the models one after the other."""
