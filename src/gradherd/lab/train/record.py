@@ -125,9 +125,9 @@ def _nested_problem(value: dict[str, Any]) -> str | None:
 
 def is_number(value: object) -> bool:
     """Return whether a value is a finite number that reports can compute with."""
-    numeric = isinstance(value, int | float) and not isinstance(value, bool)
-    # False for NaN; works for integers of any length.
-    return numeric and -_MAX_VALUE <= value <= _MAX_VALUE
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -_MAX_VALUE <= value <= _MAX_VALUE  # False for NaN; works for integers of any length.
 
 
 def short_repr(value: object) -> str:
