@@ -91,18 +91,15 @@ class EpochPass:
     def received(self, batch_size: int) -> int:
         """Return the number of batches that its loop has received."""
         handed_out = -(-(self.handed_out - self.begin) // batch_size)
-        return handed_out if self.count is None else min(handed_out, self._counted)
-
-    @property
-    def _counted(self) -> int:
-        assert self.count is not None
-        return self.count.delivered - self.counted_before
+        if self.count is None:
+            return handed_out
+        return min(handed_out, self.count.delivered - self.counted_before)
 
     def check(self, batch_size: int) -> None:
         """Raise if what was received cannot be told from what was handed out."""
         handed_out = -(-(self.handed_out - self.begin) // batch_size)
         if self.count is not None:
-            if self.alive and self._counted > handed_out:
+            if self.alive and self.count.delivered - self.counted_before > handed_out:
                 raise ValueError(
                     "the loader's batch sampler goes over this sampler again before the last "
                     "gradients of an epoch are in, which the next order needs: let it end with the "

@@ -50,8 +50,7 @@ class GraB(SignPolicy):
         self, sizes: tuple[int, ...], epoch: int, previous: MeanState | None
     ) -> MeanState:
         """Take over the mean of the rows that the previous epoch observed."""
-        state = MeanState(sizes, epoch)
-        self._begun(state, previous, len(sizes), state.length)
+        state = self._begun(MeanState(sizes, epoch), previous)
         if previous is None:
             return state
         state.mean = previous.mean

@@ -192,9 +192,7 @@ class PairGraB(SignPolicy):
 
     def new_state(self, sizes: tuple[int, ...], epoch: int, previous: Any) -> Any:
         """Start from zero: nothing of the previous epoch is used."""
-        pairs = [size // 2 for size in sizes]
-        streams, vectors = (1, sum(pairs)) if self.shared else (len(sizes), max(pairs, default=0))
-        return self._begun(self.state(sizes, epoch), previous, streams, vectors)
+        return self._begun(self.state(sizes, epoch), previous)
 
     def observe(self, state: Any, rows: Rows, seen: Tensor, random: SeededRandom) -> Script[None]:
         """Sign the pairs that the rows complete; arguments as in `Policy.observe`."""

@@ -283,8 +283,10 @@ class SignPolicy(Policy):
             got = rule.__name__ if isinstance(rule, type) else repr(rule)
             raise ValueError(f"rule must be a sign rule such as Greedy(), got {got}")
 
-    def _begun(self, state: S, previous: S | None, streams: int, vectors: int) -> S:
-        """Return a new state, with the rule's carry for so many vectors of each stream."""
+    def _begun(self, state: S, previous: S | None) -> S:
+        """Return a new state, with the rule's carry for all vectors of each stream."""
+        counts = [size // self.steps_per_vector for size in state.sizes]
+        streams, vectors = (1, sum(counts)) if self.shared else (len(counts), max(counts))
         carry = torch.tensor(self.rule.start(vectors, state.epoch), dtype=torch.float64)
         state.carry = carry.unsqueeze(1).repeat(1, streams)
         state.signer = None if previous is None else previous.signer
