@@ -254,23 +254,22 @@ class Batches:
 
     def _note_received(self) -> None:
         """Note the batches that were received since the last call."""
-        fresh: list[BatchTicket] = []
+        fresh: BatchTicket | None = None  # the newest batch
         running: EpochPass | None = None  # a loop that goes on
         named = any(one.count is not None and one.alive for one in self._passes)
         for one in self._passes:
             first, one.logged = one.logged, one.received(self._batch_size)
             if (named and one.count is None) or (not one.alive and running is not None):
                 continue  # It began after a loop that goes on: a look at the data.
-            tickets = [BatchTicket(one, number) for number in range(first, one.logged)]
-            if one.alive and tickets and running is not None and fresh:
+            if one.alive and one.logged > first and running is not None and fresh is not None:
                 raise RuntimeError(
                     "two iterators over this sampler have received batches since the last forward, "
                     "and gradherd cannot tell which of them it is for: end one before the other "
                     "goes on, or give the examples of each batch to herd.observe(indices)"
                 )
             running = one if one.alive else running
-            fresh += tickets
-        self._newest_batch = fresh[-1] if fresh else self._newest_batch
+            fresh = BatchTicket(one, one.logged - 1) if one.logged > first else fresh
+        self._newest_batch = fresh or self._newest_batch
 
     def claim(self, ticket: BatchTicket | None) -> BatchClaim | None:
         """Return the units of a batch; None if it was claimed before, or is not of this order.

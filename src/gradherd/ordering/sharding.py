@@ -58,7 +58,7 @@ class UnitSharding:
         >>> UnitSharding(examples=10, unit=3, workers=3, drop_last=False).sizes
         (2, 1, 1)
         """
-        return tuple(len(range(worker, self.units, self.workers)) for worker in range(self.workers))
+        return _striped(self.units, self.workers)
 
     @property
     def length(self) -> int:
@@ -91,6 +91,10 @@ class UnitSharding:
         return (units.unsqueeze(1) * self.unit + within).flatten()
 
 
+def _striped(units: int, workers: int) -> tuple[int, ...]:
+    return tuple(len(range(worker, units, workers)) for worker in range(workers))
+
+
 def can_reshard(old: Sequence[int], new: Sequence[int]) -> bool:
     """Return whether orders of workers with `old` units each can be moved to another number.
 
@@ -100,12 +104,8 @@ def can_reshard(old: Sequence[int], new: Sequence[int]) -> bool:
     >>> can_reshard((3, 3), (2, 2, 2)), can_reshard((3, 3), (3, 3)), can_reshard((8,), (3, 2, 3))
     (True, False, False)
     """
-
-    def striped(sizes: Sequence[int]) -> bool:
-        units, workers = sum(sizes), len(sizes)
-        return list(sizes) == [len(range(worker, units, workers)) for worker in range(workers)]
-
-    return len(old) != len(new) and striped(old) and striped(new)
+    striped = all(tuple(sizes) == _striped(sum(sizes), len(sizes)) for sizes in (old, new))
+    return striped and len(old) != len(new)
 
 
 def sequence(orders: Sequence[Tensor], first: int = 0, length: int | None = None) -> Tensor:
