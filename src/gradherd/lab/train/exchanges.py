@@ -39,6 +39,7 @@ from gradherd.lab.train.optimizers import (
 )
 from gradherd.lab.train.trainer import EpochCounters
 from gradherd.sparsify.local import OuterOptimizer, average_buffers
+from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 
@@ -84,15 +85,7 @@ class SharedModel(VirtualExchange):
         (own,), device = self.parameters, torch.device(config.device)
         self._workers: VirtualWorkers | LowRankWorkers | None = None
         if settings is not None:
-            workers = self._workers = VirtualWorkers(
-                settings,
-                layout.size,
-                config.workers,
-                sparse=layout.sparse,
-                layers=layout.sparse_numels,
-                device=device,
-            )
-            workers.measure_norms = False  # `end_epoch` does, once
+            self._workers = _sparse_workers(settings, layout, config.workers, device=device)
         elif config.density is not None:
             shapes = [matrix_shape(p.shape) for p in own]
             self._workers = LowRankWorkers(shapes, config.density, config.workers, device)
@@ -151,16 +144,8 @@ class LocalModels(VirtualExchange):
         self._optimizers = [make_optimizer(own, config) for own in self.parameters]
         self._clip, self._timer = config.clip, DeviceTimer(device)
         layout = self._weights[0].layout
-        self._workers = VirtualWorkers(
-            settings.sent,
-            layout.size,
-            config.workers,
-            sparse=layout.sparse,
-            layers=layout.sparse_numels,
-            dtype=self._weights[0].dtype,
-            device=device,
-        )
-        self._workers.measure_norms = False
+        where: dict[str, Any] = {"dtype": self._weights[0].dtype, "device": device}
+        self._workers = _sparse_workers(settings.sent, layout, config.workers, **where)
         self._outer = OuterOptimizer(settings, self._weights[0].read())
         self.series = BinnedSeries()
         # (R, D) weights when the exchange began; its mean difference and buffers, not applied yet.
@@ -257,6 +242,15 @@ class LocalModels(VirtualExchange):
         shared = self._outer.shared * (torch.nan if self.diverged else 1.0)
         with self._weights[0].replaced_by(shared):
             yield
+
+
+def _sparse_workers(
+    settings: Sparsify, layout: FlatSpec, count: int, **where: Any
+) -> VirtualWorkers:
+    parts = {"sparse": layout.sparse, "layers": layout.sparse_numels}
+    workers = VirtualWorkers(settings, layout.size, count, **parts, **where)
+    workers.measure_norms = False  # `end_epoch` does, once
+    return workers
 
 
 def grad_views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:

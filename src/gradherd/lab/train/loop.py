@@ -46,26 +46,22 @@ class RunWriter:
 
     def start(self, loss: float | None, metric: float | None) -> None:
         """Record the evaluation before training."""
-        self.record = dataclasses.replace(self.record, start_loss=loss, start_metric=metric)
-        self._save()
+        self._update(start_loss=loss, start_metric=metric)
 
     def add(self, row: EpochRow, density_by_step: list[dict[str, float]]) -> None:
         """Record an epoch."""
-        self.record = dataclasses.replace(
-            self.record, epochs=[*self.record.epochs, row], density_by_step=density_by_step
-        )
         if self._folder is not None:
             # Lines before the record: a reader that sees an epoch in the record finds its line.
             _append(self._folder / METRICS_FILE, _json_line(row))
-        self._save()
+        self._update(epochs=[*self.record.epochs, row], density_by_step=density_by_step)
 
     def end(self, status: str) -> RunRecord:
         """Record how the run ended and return the record."""
-        self.record = dataclasses.replace(self.record, status=status)
-        self._save()
+        self._update(status=status)
         return self.record
 
-    def _save(self) -> None:
+    def _update(self, **changes: Any) -> None:
+        self.record = dataclasses.replace(self.record, **changes)
         if self._folder is not None:
             write_record(self.record, self._folder)
 

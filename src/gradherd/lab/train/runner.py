@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradherd.comm.checks import check_whole
 from gradherd.comm.world import World
@@ -34,7 +34,7 @@ from gradherd.lab.tasks.task import (
     load_split,
     new_model,
 )
-from gradherd.lab.train.checkpoint import Checkpointer, CheckpointStore, LoadedCheckpoint
+from gradherd.lab.train.checkpoint import Checkpointer, CheckpointStore
 from gradherd.lab.train.config import RunConfig, count_steps
 from gradherd.lab.train.loop import Progress, RunWriter, new_record, run_epochs
 from gradherd.lab.train.rank_trainer import RankTrainer
@@ -341,8 +341,11 @@ def run_with_checkpoints(
     record = new_record(config, task, split, parameter_count(trainer.model))
     if checkpoint is not None:
         before = RunRecord.from_json(checkpoint.shared["record"])
-        world_sizes = _world_sizes(before, checkpoint, config.workers)
-        settings = record.config | {"world_sizes": world_sizes}
+        # [step, workers] of the start, and of each resumption with another number of ranks.
+        sizes = before.config.get("world_sizes") or [[0, checkpoint.workers]]
+        if checkpoint.workers != config.workers:
+            sizes = [*sizes, [checkpoint.step, config.workers]]
+        settings = record.config | {"world_sizes": sizes}
         # The record of the checkpoint, not of the folder: that one may be some epochs ahead.
         record = dataclasses.replace(before, status="running", config=settings)
         if world.rank == 0:
@@ -372,12 +375,6 @@ def run_with_checkpoints(
         trainer.close()
 
 
-def _world_sizes(before: RunRecord, checkpoint: LoadedCheckpoint, workers: int) -> list[list[int]]:
-    """Return [step, workers] for the start and each resumption with another number of ranks."""
-    known: list[list[int]] = before.config.get("world_sizes") or [[0, checkpoint.workers]]
-    return known if checkpoint.workers == workers else [*known, [checkpoint.step, workers]]
-
-
 def run_identity(config: RunConfig, split: Split, model: nn.Module) -> dict[str, Any]:
     """Return what a run must have in common with one that it resumes, as JSON values.
 
@@ -388,17 +385,13 @@ def run_identity(config: RunConfig, split: Split, model: nn.Module) -> dict[str,
     """
     settings = {k: v for k, v in dataclasses.asdict(config).items() if k not in CHANGEABLE_SETTINGS}
     settings["task"] = settings["task"].rpartition("/")[2]  # A task's file may have moved.
-    shapes = [(name, list(p.shape)) for name, p in model.named_parameters()]
-    return settings | {
-        "model": hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest(),
-        "data": _data_digest(split.train),
-    }
-
-
-def _data_digest(tensors: tuple[Tensor, ...]) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    for tensor in tensors:
+    for tensor in split.train:
         # Shape and type, too: the same bytes can be different examples.
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.contiguous().cpu().numpy().tobytes())
-    return digest.hexdigest()
+    shapes = [(name, list(p.shape)) for name, p in model.named_parameters()]
+    return settings | {
+        "model": hashlib.blake2b(repr(shapes).encode(), digest_size=8).hexdigest(),
+        "data": digest.hexdigest(),
+    }
