@@ -34,7 +34,6 @@ from gradherd.lab.bench.timing import (
     medians_in_turns,
     peak_memory,
 )
-from gradherd.lab.ranks import one_thread
 from gradherd.sparsify.kernels import add, indices_above, marked, marks_for
 from gradherd.sparsify.marks import TILE
 from gradherd.sparsify.partitioned import ExDyna
@@ -99,12 +98,16 @@ def bench_select(dim: int, density: float, device: torch.device) -> Rows:
         "topk": partial(in_torch, lambda sizes: sizes.topk(k).indices),
         "fused": one_pass if device.type == "cuda" else fused,
     }
-    with one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         for case in cases.values():  # code loaded on first use must not count as memory
             reset()
             case()
         nothing = dict.fromkeys(cases, 0)
         rows = measure_cases(cases, device, setup=reset, workers=1, dim=dim, sent=nothing)
+    finally:
+        torch.set_num_threads(threads)
     copied = rows[0]["seconds"]
     # A copy reads and writes one vector, the others two.
     ceilings = [copied] + [2 * copied] * (len(rows) - 1)
