@@ -102,10 +102,10 @@ def test_an_exdyna_step_by_hand():
     one = setting(params=1e6, link=MEGABYTE, overheads={"exdyna": 0.5})
     # k = 1,000. Offers: 263 of each worker, in 250,000 coordinates: 9 low bits in 33 bytes each,
     # 263 + 488 steps in 94 bytes, 2 bytes for each magnitude and two words: 925 bytes, to 3 others.
-    # Values: 4,000 bytes to 3 others, as that is less than 1 in 800 of dense.
+    # Values: 1,000 bytes to each owner of a slice, in 2 hops with half of all 4,000; 1,000 back.
     found = predict(one, "exdyna")
-    assert found.bytes == 3 * (925 + 4000)
-    assert found.exchange_seconds == pytest.approx(2 * 0.02 + 3 * 4925e-6)
+    assert found.bytes == 3 * (925 + 1000 + 1000)
+    assert found.exchange_seconds == pytest.approx(3 * 0.02 + 4000e-6 + 3 * 1925e-6)
     assert found.step_seconds == pytest.approx(0.12 + 0.5 + found.exchange_seconds)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from gradherd.comm.script import ScriptResult, run, run_together
 from gradherd.comm.world import World
+from gradherd.sparsify.message_sizes import VALUE_BITS
 from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.selecting import gather_indices
 from gradherd.sparsify.selector import StepContext
@@ -38,12 +39,20 @@ SUMS = [
 
 def sum_as(values, context, wire):
     """The sum of values that are sent in their own dtype, or as bf16."""
-    return sum_values(values, 0, context, "bf16" if wire == torch.bfloat16 else "fp32", dim=0)
+    return sum_values(values, 0, context, "bf16" if wire == torch.bfloat16 else "fp32")
 
 
 def sum_script(case, rank, size):
     length, dtype, wire = case
     return sum_as(normal(7 * rank + length, length, dtype=dtype), StepContext(0, rank, size), wire)
+
+
+def sums_in_few_bits(count):
+    """On every rank: the bytes of a sum of values in each format of few bits."""
+    world = World.detect()
+    context, values = StepContext(0, world.rank, world.size), normal(world.rank, count)
+    scripts = {form: sum_values(values, 0, context, form) for form in VALUE_BITS}
+    return {form: run(script, world).bytes for form, script in scripts.items()}
 
 
 DIM = 200_000

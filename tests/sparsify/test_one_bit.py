@@ -66,7 +66,7 @@ def test_what_was_sent_and_what_is_left_is_all_there_was(form, size, count, alwa
         given += grads.sum(0)
         rows += grads
         scripts = [
-            sum_values(row, always, StepContext(0, rank, size), form, len(row), owned[rank])
+            sum_values(row, always, StepContext(0, rank, size), form, owned[rank])
             for rank, row in enumerate(rows)
         ]
         results = [one.value for one in run_together(scripts)]

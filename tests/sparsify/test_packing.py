@@ -9,8 +9,17 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gradherd.comm.script import run_together
+from gradherd.lab.ranks import run_ranks
 from gradherd.sparsify import packing
-from gradherd.sparsify.message_sizes import GROUP, VALUE_BITS, index_bytes, value_bytes
+from gradherd.sparsify.message_sizes import (
+    GROUP,
+    ONE_ROUND_BYTES,
+    VALUE_BITS,
+    VALUE_FORMATS,
+    fits_one_round,
+    index_bytes,
+    value_bytes,
+)
 from gradherd.sparsify.packing import (
     decode_values,
     encode_values,
@@ -22,6 +31,7 @@ from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import make_settings
 from gradherd.sparsify.value_sums import sum_values
 from gradherd.sparsify.virtual_workers import VirtualWorkers
+from tests.sparsify import rank_work
 from tests.sparsify.rank_work import normal, same
 
 few_bits = pytest.mark.parametrize("bits", [1, 2, 4])
@@ -198,9 +208,9 @@ def test_rows_are_encoded_one_by_one(bits):
     )
 
 
-def add_all(rows, always, form, dim):
+def add_all(rows, always, form):
     scripts = [
-        sum_values(row.clone(), always, StepContext(0, rank, len(rows)), form, dim)
+        sum_values(row.clone(), always, StepContext(0, rank, len(rows)), form)
         for rank, row in enumerate(rows)
     ]
     results = run_together(scripts)
@@ -216,7 +226,7 @@ def add_all(rows, always, form, dim):
 def test_what_few_bits_round_away_is_left(form, size, count, always, dtype):
     """In one round and in two; the small parameters at the end are rounded to bf16 at most."""
     rows = normal(count, size, count + always, dtype=dtype)
-    total, left, sent = add_all(rows, always, form, 0)
+    total, left, sent = add_all(rows, always, form)
     assert total.dtype == dtype
     if size == 1:
         assert same(total, rows[0]) and left == [None] and sent == 0
@@ -241,6 +251,36 @@ def test_few_bits_for_a_coordinate(method):
         workers.step(normal(0, 2, 400_000))
         sent[values] = 8 * workers.metrics["bytes"] / workers.metrics["selected"]
     assert sent["int2"] < sent["fp32"] / 2
+
+
+def test_fewer_bits_send_fewer_bytes():
+    """Eight workers: one bit takes two rounds as well, although one would add few bytes."""
+    sent = {}
+    for values in VALUE_FORMATS:
+        workers = VirtualWorkers(make_settings("exdyna", 0.01, values=values), 800_000, 8)
+        workers.step(normal(0, 8, 800_000))
+        sent[values] = workers.metrics["bytes"]
+    assert sorted(sent.values(), reverse=True) == list(sent.values())
+    assert 2 * 7 / 8 * 4 * 800_000 / sent["int1"] > 300  # fewer than dense
+
+
+@pytest.mark.parametrize("size", [2, 3, 8, 64])
+@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, 1000, 8000, 10**6])
+def test_one_round_never_sends_much_more_than_two(size, bits, count):
+    whole, share = value_bytes(count, bits), value_bytes(-(-count // size), bits)
+    one, two = (size - 1) * whole, 2 * (size - 1) * share
+    sent = one if fits_one_round(whole, size) else two
+    assert sent <= two or sent <= (size - 1) * ONE_ROUND_BYTES
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_real_ranks_send_the_bytes_of_one_round_or_two(size):
+    count = 10_000
+    for sent in run_ranks(rank_work.sums_in_few_bits, size, count):
+        for form, bits in VALUE_BITS.items():
+            one, two = value_bytes(count, bits), 2 * value_bytes(-(-count // size), bits)
+            assert sent[form] == (size - 1) * (one if size == 2 else two)
 
 
 @pytest.mark.parametrize("values", VALUE_BITS)

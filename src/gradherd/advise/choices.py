@@ -383,7 +383,7 @@ def _values(setting: Setting, count: float, form: ValueFormat = "fp32") -> Traff
         return _VALUE_BYTES * values if bits is None else value_bytes(math.ceil(values), bits)
 
     ranks, size = setting.workers, size_of(count)
-    if fits_one_round(size, ranks, _VALUE_BYTES * setting.params):
+    if fits_one_round(size, ranks):
         return _gathered(setting, size)
     # Few-bit values have levels for every slice, so a slice is rounded up on its own.
     share = size_of(count / ranks)

@@ -267,9 +267,7 @@ class GpuSteps:
         )
         always = self._placement.always
         at = torch.cat([self._placement.positions(accepted.indices), always])
-        # D, not N: how many messages there are must not depend on how buckets are padded.
-        dim = sum(self._placement.lengths)
-        total, error, _ = yield from sum_values(acc[at], len(always), context, form, dim)
+        total, error, _ = yield from sum_values(acc[at], len(always), context, form)
         ok = finite & total.isfinite().all()
         self._finish(at, total / worker.size, error, ok, flats)
         state.update(ok, new)

@@ -210,7 +210,7 @@ def average_buffers(own: Tensor, ranks: int) -> Script[Tensor]:
 
     Each rank averages a slice for all: a gather of everything would send R / 2 times as much.
     """
-    if fits_one_round(own.numel() * own.element_size(), ranks, dense=0):
+    if fits_one_round(own.numel() * own.element_size(), ranks):
         rows: Tensor = yield AllGather(own)
         return mean_of_buffers(rows)
     slices = F.pad(own, (0, -len(own) % ranks)).view(ranks, -1)

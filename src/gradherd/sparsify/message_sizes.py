@@ -33,9 +33,10 @@ COUNT_BYTES = 4
 MAX_COORDINATES = 2**31 - 1
 """Elements that a model can have: more would not fit an index."""
 
-# Values of up to this size are all-gathered, or while that adds at most this share of what a dense
-# exchange sends: one round with more bytes then beats two (all-to-all, all-gather) with fewer.
-ONE_ROUND_BYTES, _ONE_ROUND_SHARE = 1 << 10, 1.25e-3
+ONE_ROUND_BYTES = 1 << 10
+"""Values of up to this size are all-gathered: they fit into a packet for each other worker, and the
+latency of a second round takes longer than the rest of it. A larger border would have fewer bits
+send more bytes, where those of few bits take one round and those of more bits take two."""
 
 EXDYNA_CAPACITY = 1.05
 """ExDyna: a worker offers at most this many times its fair share of k (default of `capacity`)."""
@@ -88,8 +89,12 @@ def value_bytes(count: int, bits: int) -> int:
     return level_bytes(count, bits) + -(-bits * count // 8)
 
 
-def fits_one_round(size: float, ranks: int, dense: float) -> bool:
-    """Return whether messages of `size` bytes are all-gathered; `dense` are those of the vector."""
-    # One round sends R times `size`, two rounds send it twice (both times (R - 1) / R). A dense
-    # exchange would send the vector twice.
-    return size <= ONE_ROUND_BYTES or (ranks - 2) * size <= _ONE_ROUND_SHARE * 2 * dense
+def fits_one_round(size: float, ranks: int) -> bool:
+    """Return whether messages of `size` bytes are all-gathered, and not summed in slices.
+
+    >>> fits_one_round(1e6, ranks=2), fits_one_round(1024, ranks=8), fits_one_round(1025, ranks=8)
+    (True, True, False)
+    """
+    # Every worker sends (and receives) (R - 1) times `size` in one round, (R - 1) / R times twice
+    # `size` in two: with two workers one round costs nothing.
+    return size <= ONE_ROUND_BYTES or ranks <= 2

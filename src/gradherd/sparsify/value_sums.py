@@ -33,7 +33,6 @@ def sum_values(
     always: int,
     context: StepContext,
     form: ValueFormat,
-    dim: int,
     owner_error: Tensor | None = None,
 ) -> Script[ValueSums]:
     """Sum `values` over workers; the result has the same bits on all of them.
@@ -51,7 +50,6 @@ def sum_values(
         always: How many at their end are always sent: with few bits, these take bf16.
         context: Which worker this is.
         form: How values are sent.
-        dim: D, the length of the vector that the values are taken from.
         owner_error: What the last step returned, or `no_owner_error`, if all coordinates are sent
             at every step.
     """
@@ -60,7 +58,7 @@ def sum_values(
     kinds = _kinds_of(values, always, context, form)
     is_exact = all(kind.is_exact for kind in kinds)
     total = torch.empty_like(values)
-    if _fits_one_round(kinds, values, context.size, dim):
+    if _fits_one_round(kinds, context.size):
         messages = [kind.written(values[kind.span]) for kind in kinds]
         gathered: Tensor = yield AllGather(_joined(messages))
         left = None if is_exact else values.clone()
@@ -97,7 +95,7 @@ def no_owner_error(values: Tensor, always: int, size: int, form: ValueFormat) ->
     """
     kinds = _kinds_of(values, always, StepContext(0, 0, size), form)
     is_exact = all(kind.is_exact for kind in kinds)
-    if size == 1 or is_exact or _fits_one_round(kinds, values, size, len(values)):
+    if size == 1 or is_exact or _fits_one_round(kinds, size):
         return None
     return _owner_zeros(kinds, values)
 
@@ -251,10 +249,8 @@ def _apart(joined: Tensor, like: Sequence[Tensor]) -> Sequence[Tensor]:
     return [few, rest.clone(memory_format=torch.contiguous_format).view(like[1].dtype)]
 
 
-def _fits_one_round(kinds: Sequence[_SlicedValues], values: Tensor, ranks: int, dim: int) -> bool:
-    """Return whether values of a vector with `dim` elements are all-gathered."""
-    size = sum(kind.bytes(kind.count) for kind in kinds)
-    return fits_one_round(size, ranks, dim * values.element_size())
+def _fits_one_round(kinds: Sequence[_SlicedValues], ranks: int) -> bool:
+    return fits_one_round(sum(kind.bytes(kind.count) for kind in kinds), ranks)
 
 
 def _sum_in_order(rows: Tensor) -> Tensor:

@@ -324,10 +324,10 @@ class Worker:
         if selection.sums is None:
             values = acc if indices is None else acc[indices]
             total, remainder, owner_error = yield from sum_values(
-                values, always, context, form, dim, self.owner_error
+                values, always, context, form, self.owner_error
             )
         else:
-            rest, error, _ = yield from sum_values(acc[sparse:], always, context, form, dim)
+            rest, error, _ = yield from sum_values(acc[sparse:], always, context, form)
             total = torch.cat([selection.sums, rest])
             assert selection.kept is not None
             remainder = torch.cat(
