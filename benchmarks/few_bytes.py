@@ -11,8 +11,6 @@ send; peers that gradherd does not have are in `few_bytes_peers.py`. Usage:
         [--bytes 256] [--data tokens.npz] [--part 0/4]
 
 Arms are names of `ARMS`, with settings after a colon if they differ: local-4:lr=2e-3:outer_lr=0.9.
-Rates of local steps there are those of 8 workers; multiply the rate of dense training by
-`LocalSteps.lr_factor` for others.
 Writes one line of JSON per run: test perplexity after each epoch, bytes sent by a worker, and how
 many times fewer that is than the float32 all-reduce of every step.
 """
@@ -41,7 +39,7 @@ from gradherd.sparsify.virtual_workers import VirtualWorkers
 
 TOKENS, LENGTH = 50_257, 128
 """Words of GPT-2's vocabulary, tokens of a block."""
-BETAS, DECAY, WARMUP = (0.9, 0.999), 0.01, 0.05
+BETAS, DECAY, WARMUP, DENSE_LR = (0.9, 0.999), 0.01, 0.05, 1e-3
 
 
 # --- The model, of all workers at once ---------------------------------------------------------
@@ -150,14 +148,12 @@ class Arm:
     density: float | None = None
     values: str = "fp32"
     every: int = 1
-    """Steps between two exchanges; where those are not spread evenly, on average."""
-    early: float = 1.0
-    """How many times more often workers exchange in the first tenth of a run."""
-    follow: float = 0.0
-    """Exchanges are as frequent as the learning rate to this power."""
-    lr: float = 1e-3
+    """Steps between two exchanges."""
+    lr: float | None = None
+    """None is 1e-3 for dense training, times `LocalSteps.lr_factor` of local steps."""
     outer_lr: float = 1.0
-    outer_momentum: float = 0.0
+    outer_momentum: float | None = None
+    """None is the default of `LocalSteps`."""
     decay: float = 1.0
     senders: bool = False
     """SparseLoCo: divide by how many workers have sent a coordinate instead of by all."""
@@ -168,14 +164,23 @@ class Arm:
     floor: float = 0.1
     """1-bit Adam: `frozen_root`."""
 
+    def local_steps(self) -> LocalSteps:
+        """Return the settings of the outer step, and of what is sent."""
+        given: dict[str, Any] = {"values": self.values, "outer_lr": self.outer_lr}
+        if self.kind == "local":
+            given["method"] = make_settings(self.method, self.density).method
+        if self.outer_momentum is not None:
+            given["outer_momentum"] = self.outer_momentum
+        return LocalSteps(every=self.every, **given)
 
-LOCAL = Arm("local", values="int1", lr=2.8e-3)
+
+LOCAL = Arm("local", values="int1")
 ARMS = {
     "dense": Arm("dense"),
     "local-2": replace(LOCAL, every=2),
     "local-4": replace(LOCAL, every=4),
-    "local-8": replace(LOCAL, every=8, lr=2e-3, outer_lr=0.7, outer_momentum=0.5),
-    "local-16": replace(LOCAL, every=16, lr=1.4e-3, outer_lr=0.8, outer_momentum=0.6),
+    "local-8": replace(LOCAL, every=8),
+    "local-16": replace(LOCAL, every=16),
     "local-4-fp32": replace(LOCAL, every=4, values="fp32"),
     "bits-2": Arm("gradients", values="int2"),
     "bits-1": Arm("gradients", values="int1"),
@@ -183,15 +188,17 @@ ARMS = {
     "exdyna-0.05-int4": Arm("gradients", "exdyna", 0.05, "int4"),
     "exdyna-0.1-int2": Arm("gradients", "exdyna", 0.1, "int2"),
     "exdyna-local": replace(LOCAL, method="exdyna", density=0.5, values="int2", every=8,
-                            outer_lr=0.7, outer_momentum=0.5),
+                            lr=2.8e-3, outer_lr=0.7, outer_momentum=0.5),
     "topk": Arm("gradients", "own-topk", 0.002),
     "demo": Arm("demo", lr=3e-4),
     "powersgd": Arm("gradients", "powersgd", 0.015),
-    "diloco": Arm("local", every=15, outer_lr=0.7, outer_momentum=0.9),
-    "diloco-int4": Arm("local", values="int4", every=15, outer_lr=0.7, outer_momentum=0.9),
-    "sparseloco": Arm("sparseloco", density=0.03, every=15, lr=2.8e-3, decay=0.95),
-    "sparseloco-senders": Arm("sparseloco", density=0.03, every=15, lr=2.8e-3, decay=0.95,
-                              senders=True),
+    "diloco": Arm("local", every=15, lr=1e-3, outer_lr=0.7, outer_momentum=0.9),
+    "diloco-int4": Arm("local", values="int4", every=15, lr=1e-3, outer_lr=0.7,
+                       outer_momentum=0.9),
+    "sparseloco": Arm("sparseloco", density=0.03, every=15, lr=2.8e-3, outer_momentum=0.0,
+                      decay=0.95),
+    "sparseloco-senders": Arm("sparseloco", density=0.03, every=15, lr=2.8e-3, outer_momentum=0.0,
+                              decay=0.95, senders=True),
     "onebit-adam": Arm("onebit-adam", values="int1"),
 }  # fmt: skip
 
@@ -202,23 +209,6 @@ def rate_at(step: int, steps: int) -> float:
     if step <= warm:
         return step / max(1, warm)
     return 0.5 * (1 + math.cos(math.pi * (step - warm) / (steps - warm)))
-
-
-def exchange_steps(arm: Arm, steps: int) -> set[int]:
-    """Return after which steps workers exchange: as many times as if it were after every H-th.
-
-    >>> sorted(exchange_steps(Arm("local", every=4), 10))
-    [4, 8, 10]
-    """
-    if arm.early == 1 and not arm.follow:
-        return {*range(arm.every, steps + 1, arm.every), steps}
-    warm, often = int(WARMUP * steps), []
-    for step in range(1, steps + 1):
-        rate = 1.0 if step <= warm else rate_at(step, steps)
-        often.append((arm.early if step <= 0.1 * steps else 1.0) * rate**arm.follow)
-    count = -(-steps // arm.every)
-    due = np.floor(np.cumsum(often) / sum(often) * count).clip(max=count - 1)
-    return {*(np.flatnonzero(np.diff(due, prepend=0)) + 1).tolist(), steps}
 
 
 def exchange_of(arm: Arm, shape: Shape, workers: int, device: torch.device) -> Any:
@@ -270,10 +260,12 @@ class Run:
         self._exchange = None
         if arm.kind != "dense":
             self._exchange = exchange_of(arm, shape, workers, device)
-        outer = LocalSteps(
-            every=arm.every, outer_lr=arm.outer_lr, outer_momentum=arm.outer_momentum
-        )
-        self._outer = OuterOptimizer(outer, self._shared)
+        local = self._local = arm.local_steps()
+        self._outer = OuterOptimizer(local, self._shared)
+        factor = local.lr_factor(workers) if arm.kind == "local" else 1.0
+        self.lr = DENSE_LR * factor if arm.lr is None else arm.lr
+        # Where this phase began: the shared weights, less what rounding has left on each worker.
+        self._starts = self._weights.clone()
         self._dense_bytes = mean_bytes(dim, workers)
         self.bytes, self._step = 0, 0
         self._losses, self._adamw = fast_functions(shape, device.type)
@@ -283,7 +275,6 @@ class Run:
         batch = self._workers * self._blocks
         each = len(self._train) // batch
         self._steps = epochs * each
-        self._exchanges = exchange_steps(self._arm, self._steps)
         curve, begin = [], time.perf_counter()
         for _ in range(epochs):
             order = torch.randperm(
@@ -308,7 +299,7 @@ class Run:
     def _take_step(self, blocks: Tensor) -> None:
         arm, exchange = self._arm, self._exchange
         device = blocks.device
-        rate = torch.tensor(arm.lr * rate_at(self._step, self._steps), device=device)
+        rate = torch.tensor(self.lr * rate_at(self._step, self._steps), device=device)
         corrections = torch.tensor([1 - beta**self._step for beta in BETAS], device=device)
         if arm.kind == "onebit-adam":
             self._onebit_adam(blocks, rate, corrections)
@@ -328,13 +319,16 @@ class Run:
         else:
             grad = self._grads(self._weights, blocks)
         self._adamw(self._weights, grad, self._m, self._v, rate, corrections)
-        if arm.kind in ("local", "sparseloco") and self._step in self._exchanges:
-            self._outer.step(exchange.step(self._shared - self._weights))
+        due = self._step % arm.every == 0 or self._step == self._steps
+        if arm.kind in ("local", "sparseloco") and due:
+            self._outer.step(exchange.step(self._starts - self._weights))
             self.bytes += exchange.metrics["bytes"]
-            self._weights.copy_(self._shared.expand_as(self._weights))
             if arm.decay != 1 and isinstance(exchange, VirtualWorkers):
                 for worker in exchange.workers:
                     worker.feedback.residual.mul_(arm.decay)
+            kept = exchange.residuals() if self._local.keeps_residual else 0.0
+            self._starts = (self._shared - kept).expand_as(self._weights)
+            self._weights.copy_(self._starts)
 
     def _onebit_adam(self, blocks: Tensor, rate: Tensor, corrections: Tensor) -> None:
         """Adam at first; then its second moment is frozen, and workers send momenta in one bit.
@@ -423,9 +417,9 @@ def main() -> None:
         label, arm = arm_of(text)
         torch.manual_seed(seed)
         record = {"arm": label, "seed": seed, "workers": options.workers, "epochs": options.epochs}
-        record |= {"blocks": options.blocks, "length": shape.length, "lr": arm.lr}
-        record |= {"parameters": sum(map(math.prod, shape.sizes().values()))}
         run = Run(arm, shape, options.workers, options.blocks, seed, tokens)
+        record |= {"blocks": options.blocks, "length": shape.length, "lr": run.lr}
+        record |= {"parameters": sum(map(math.prod, shape.sizes().values()))}
         record |= run.train(options.epochs)
         line = json.dumps(record)
         print(line, flush=True)

@@ -37,8 +37,9 @@ CASES = {
         every=2, method="exdyna", values="fp32", decay=0.95, overlap=True, delay=2
     ),
     "one bit": gh.LocalSteps(every=2, method="exdyna", decay=0.95),
-    # 11 steps: exchanges after 2, 4, 6 (the last of the early steps), and by sync().
-    "early": gh.LocalSteps(every=8, early=6, values="fp32", outer_lr=0.8, outer_momentum=0.6),
+    # What rounding takes stays in the weights of each rank.
+    "all in one bit": gh.LocalSteps(every=3, dense_below=10),
+    "one bit, overlap": gh.LocalSteps(every=4, dense_below=10, overlap=True, delay=3),
 }
 
 
@@ -124,21 +125,14 @@ def one_bit(rank, steps=11, stop=6):
     """Train straight, and stopped within a phase with rank 0's state alone, in one bit."""
     ends = []
     for cut in (None, stop):
-
-        def fresh():
-            torch.manual_seed(rank)
-            net = nn.Sequential(nn.Linear(100, 100), nn.Tanh(), nn.Linear(100, 100))
-            optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-            return net, optimizer, gh.attach(net, optimizer=optimizer, local=gh.LocalSteps())
-
-        net, optimizer, herd = fresh()
+        net, optimizer, herd = one_bit_net(rank)
         for at in range(steps):
             if at == cut:
                 kept = [net.state_dict(), optimizer.state_dict(), herd.state_dict()]
                 packed = [unpack(pack(kept))]
                 torch.distributed.broadcast_object_list(packed, src=0)
                 herd.detach()
-                net, optimizer, herd = fresh()
+                net, optimizer, herd = one_bit_net(rank)
                 net.load_state_dict(packed[0][0])
                 optimizer.load_state_dict(packed[0][1])
                 herd.load_state_dict(packed[0][2])
@@ -146,11 +140,33 @@ def one_bit(rank, steps=11, stop=6):
             x = torch.randn(8, 100, generator=generator)
             step(net, optimizer, (x, x.sin()))
         state = herd.state_dict(gather=False)["local"]
-        metrics = herd.metrics()
+        metrics, weights = herd.metrics(), vector(net)
         herd.sync()
         ends.append((vector(net), state["residual"], state["owner_error"]))
         herd.detach()
-    return ends, state, metrics
+    return ends, state, metrics, weights
+
+
+def one_bit_net(seed=0):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(100, 100), nn.Tanh(), nn.Linear(100, 100))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    return net, optimizer, gh.attach(net, optimizer=optimizer, local=gh.LocalSteps())
+
+
+def synced_between_phases(settings, rank):
+    """Return the weights after a phase, after sync() there, and after more steps and sync()."""
+    net, optimizer, herd = made(settings)
+    feed, path = batches(rank), []
+    for _ in range(2):
+        for _ in range(settings.every):
+            step(net, optimizer, next(feed))
+        path.append(vector(net))
+        herd.sync()
+        path.append(vector(net))
+    exchanges, residual = herd.metrics()["exchanges"], herd.state_dict(gather=False)["local"]
+    herd.detach()
+    return torch.stack(path), exchanges, residual["residual"]
 
 
 def buffers_of(settings, rank):
@@ -336,11 +352,13 @@ def everything():
                 "sparse": (4, 6),
                 "diloco": (5,),
                 "overlap": (5, 8),
-                "early": (5,),
+                "all in one bit": (3, 5),
+                "one bit, overlap": (5, 8),
             }.items()
             for stop in stops
         },
         "buffers": buffers_of(CASES["sparse"], rank),
+        "synced": synced_between_phases(CASES["all in one bit"], rank),
         "broken once": broken(rank, False),
         "broken for good": broken(rank, True),
         "refusals": refusals(rank),

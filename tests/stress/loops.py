@@ -386,7 +386,7 @@ class Composed(Loop):
                                      nesterov=momentum > 0)  # fmt: skip
         if "outer_momentum" in kept:
             self.outer.state[self.shared]["momentum_buffer"] = kept["outer_momentum"].clone()
-        self.taken, self.pending = 0, None
+        self.taken, self.pending, self.start = 0, None, self.shared.detach().clone()
 
     def note_weights(self, *_):
         self.before = flat(self.params)
@@ -401,7 +401,7 @@ class Composed(Loop):
             return
         # With overlap, what has arrived is applied before the next exchange begins.
         own = after if settings.overlap else self.before
-        self.taken, difference = 0, self.shared.detach() - own
+        self.taken, difference = 0, self.start - own
         kept = self.vectors()  # waits for the exchange
         lost = kept.get("owner_error", torch.zeros(()))
         left = (kept["residual"].double() + lost.double()) / settings.decay  # Both have decayed.
@@ -410,7 +410,8 @@ class Composed(Loop):
         self.pending = (own, self.sum_of(sent) / self.copies)
         if not settings.overlap:
             self.apply_pending()
-            self.same_bits("weights after an exchange", after)
+            with self.herd.shared_weights():
+                self.same_bits("shared weights", flat(self.params))
 
     def apply_pending(self):
         then, mean = self.pending
@@ -418,7 +419,10 @@ class Composed(Loop):
         self.outer.step()
         self.pending = None
         after, size = flat(self.params), self.shared.detach().abs().max()
-        wanted = self.shared.detach()
+        self.start = self.shared.detach().clone()
+        if self.settings.keeps_residual:
+            self.start -= self.residual
+        wanted = self.start
         if self.settings.overlap:
             wanted = wanted + (self.before - then)
         self.close_to("weights after an exchange", after, wanted, size)

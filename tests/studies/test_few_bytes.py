@@ -1,12 +1,11 @@
 """Peers of local steps as `benchmarks/few_bytes.py` has them: they send few bytes, and train."""
 
 import copy
-import itertools
 import math
 
 import pytest
 import torch
-from benchmarks.few_bytes import Arm, Run, Shape, arm_of, exchange_steps
+from benchmarks.few_bytes import Run, Shape, arm_of
 from benchmarks.few_bytes_peers import DeMo, TopK, cosines, frozen_root
 from benchmarks.few_bytes_tasks import compiled
 from torch import nn
@@ -85,23 +84,6 @@ def test_a_frozen_second_moment_has_a_floor_in_each_group():
     assert frozen_root(v, 0)[0, 1] == pytest.approx(1e-8)
 
 
-def test_exchanges_are_as_many_however_they_are_spread():
-    plain = exchange_steps(Arm("local", every=16), 2980)
-    assert len(plain) == 187 and {16, 32, 2976, 2980} <= plain
-    for early, follow in ((4.0, 0.0), (8.0, 0.0), (1.0, 0.5), (1.0, 1.0), (3.0, 0.5)):
-        some = exchange_steps(Arm("local", every=16, early=early, follow=follow), 2980)
-        assert len(some) == 187 and max(some) == 2980
-        assert sum(step <= 298 for step in some) > 1.4 * 18
-    # Four times as often: 4 of 13 parts of all exchanges in the first tenth.
-    some = exchange_steps(Arm("local", every=16, early=4.0), 2980)
-    assert sum(step <= 298 for step in some) == 187 * 4 // 13
-    # Half as often where the rate is half as high.
-    some = sorted(exchange_steps(Arm("local", every=16, follow=1.0), 2980))
-    gaps = {step: after - step for step, after in itertools.pairwise(some)}
-    middle = next(gap for step, gap in gaps.items() if step > 149 + (2980 - 149) / 2)
-    assert middle == pytest.approx(2 * gaps[some[0]], abs=1)
-
-
 @pytest.fixture(scope="module")
 def text():
     """Sequences in which every word but the first follows from the one before."""
@@ -117,7 +99,7 @@ def text():
         "topk:density=0.05:lr=1e-2",
         "demo:k=64:lr=1e-2",
         "onebit-adam:warm=0.25:lr=1e-2",
-        "local-4:early=3:lr=2e-2",
+        "local-4:lr=2e-2",
     ],
 )
 def test_a_peer_trains_a_language_model_and_counts_its_bytes(arm, text):

@@ -1,10 +1,10 @@
 """Local steps: a hook of the optimizer counts, and every H-th step exchanges.
 
 The exchange is that of gradients (`sparsify.worker`), with the difference between shared and own
-weights in the place of the gradient. Then every rank takes over the new shared weights. Of a
-sharded module (FSDP2) the vectors hold this rank's shards, which its replicas exchange. With
-`overlap` the exchange runs in a thread, and what a rank has learned meanwhile is added to the new
-shared weights.
+weights in the place of the gradient. Then every rank goes on from the new shared weights, less what
+rounding took from its own difference. Of a sharded module (FSDP2) the vectors hold this rank's
+shards, which its replicas exchange. With `overlap` the exchange runs in a thread, and what a rank
+has learned meanwhile is added to the weights it goes on from.
 
 Shapes: D elements of all trainable parameters, B of all floating-point buffers.
 """
@@ -112,6 +112,7 @@ class LocalExchange(ModelExchange):
         self._taken = 0  # steps since the last exchange began
         self._steps = 0  # steps since the run began
         self._called_off = 0  # exchanges in a row
+        self._synced = True  # whether this phase began with the shared weights themselves
         self._snapshot: Tensor | None = None  # own weights when the running exchange began
         self._arrival: _Arrival | None = None
         self._loaded: dict[str, Tensor] | None = None  # what a state has just set
@@ -168,7 +169,7 @@ class LocalExchange(ModelExchange):
         with self.stopwatch:
             if self._snapshot is not None and self._taken >= self._settings.steps_until_applied:
                 self._apply()
-            if self._settings.is_due(self._taken, self._steps):
+            if self._taken >= self._settings.every:
                 self._begin(forced=False)
 
     def sync(self) -> None:
@@ -178,6 +179,22 @@ class LocalExchange(ModelExchange):
                 self._apply()
             if self._taken or self._called_off:
                 self._begin(forced=True)
+            elif not self._synced:
+                self._go_on_from_shared()
+
+    def _start(self) -> Tensor:
+        """Return (D,) the weights with which this phase began."""
+        shared = self._outer.shared
+        return self._weights.rounded(shared if self._synced else shared - self._residual)
+
+    @property
+    def _residual(self) -> Tensor:
+        return self._worker.feedback.residual
+
+    def _go_on_from_shared(self) -> None:
+        """Give this rank the shared weights, as all others; what it owes stays in its residual."""
+        self._synced = True
+        self._weights.write(self._start())
 
     @torch.no_grad()
     def _begin(self, *, forced: bool) -> None:
@@ -189,10 +206,10 @@ class LocalExchange(ModelExchange):
             forced: Whether `sync` asks for it, which it must on all ranks.
         """
         self._weights.check_trainable()
-        shared, own = self._weights.rounded(self._outer.shared), self._weights.read()
+        start, own = self._start(), self._weights.read()
         self._worker.begin(1.0)
         # Without overlap nobody needs the weights again.
-        self._worker.add(0, torch.sub(shared, own, out=None if self._thread else own))
+        self._worker.add(0, torch.sub(start, own, out=None if self._thread else own))
         at = torch.tensor([self._steps, int(forced)], device=own.device)
         buffers = self._weights.read_buffers()
         if self._thread is None:
@@ -201,7 +218,7 @@ class LocalExchange(ModelExchange):
             self._thread.submit(lambda: self._exchange(at, buffers))
         self._taken, self._snapshot = 0, own  # not if the exchange has failed
         if self._thread is None or forced:
-            self._apply()
+            self._apply(synced=forced)
 
     def _exchange(self, at: Tensor, buffers: Tensor | None) -> None:
         """Run the exchange, here or in the thread, and keep its result until it is applied."""
@@ -253,8 +270,12 @@ class LocalExchange(ModelExchange):
         return outcome, averaged, sent + compared + more
 
     @torch.no_grad()
-    def _apply(self) -> None:
-        """Wait for the exchange, move the shared weights and write them into the parameters."""
+    def _apply(self, *, synced: bool = False) -> None:
+        """Wait for the exchange, move the shared weights and go on from them.
+
+        Args:
+            synced: Whether all ranks go on with equal weights.
+        """
         self._complete()
         arrival, snapshot = self._arrival, self._snapshot
         self._arrival = self._snapshot = None
@@ -265,7 +286,8 @@ class LocalExchange(ModelExchange):
         self._metrics = arrival.metrics | {"exchanges": self._worker.step}
         self._called_off = 0
         self._outer.step(arrival.mean)
-        new = self._weights.rounded(self._outer.shared)
+        self._synced = synced or not self._settings.keeps_residual
+        new = self._start()
         if self._thread is not None:
             # What this rank has learned since then; nothing right after `_begin`, so that `sync`
             # leaves equal bits on all ranks.
@@ -294,12 +316,12 @@ class LocalExchange(ModelExchange):
         if self.all_shards_agree(bool(self._weights.read().isfinite().all())):
             return  # What this rank has learned is sent with the next exchange.
         log.warning(
-            "rank %d: weights are not finite after local step %d; it goes on from the shared "
-            "weights, and its optimizer keeps its state",
+            "rank %d: weights are not finite after local step %d; it goes on from where this phase "
+            "began, and its optimizer keeps its state",
             self.world.rank,
             self._steps,
         )
-        self._weights.write(self._weights.rounded(self._outer.shared))
+        self._weights.write(self._start())
 
     def shared_weights(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which parameters are the shared weights."""
@@ -330,9 +352,10 @@ class LocalExchange(ModelExchange):
 
     @property
     def _has_own_weights(self) -> bool:
-        """Whether this rank's weights may differ from the shared ones, as within a phase."""
+        """Whether this rank's weights may differ from the shared ones."""
         # DCP asks a fresh herd with a sharded model which entries to read.
-        return bool(self.sharded or self._taken or self._called_off or self._snapshot is not None)
+        phase = self._taken or self._called_off or self._snapshot is not None
+        return bool(self.sharded or phase or not self._synced)
 
     def _own_state(self) -> dict[str, Any]:
         self._complete()
@@ -340,6 +363,7 @@ class LocalExchange(ModelExchange):
             "taken": self._taken,
             "local_steps": self._steps,
             "called_off": self._called_off,
+            "synced": self._synced,
             "optimizer": self._all_moments(),
         }
         if self._has_own_weights:
@@ -368,13 +392,19 @@ class LocalExchange(ModelExchange):
         super().load_state_dict(state)
         self._taken, self._steps = state["taken"], state["local_steps"]
         self._called_off = state["called_off"]
+        self._synced = state.get("synced", True)
         self._arrival = self._snapshot = None
         if "snapshot" in state:
             self._snapshot = self.fill(torch.empty_like(self._outer.shared), state["snapshot"])
             self._arrival = _Arrival(**state["arrival"])
-        weights = self._weights.rounded(self._outer.shared)
+        weights = self._start()
         if "weights" in state:
             weights = self.fill(weights.clone(), state["weights"])
+            if not self._synced and self._snapshot is None:
+                # Errors of owners that are none any more went into the residual, so into the start
+                # of this phase, too; what a rank has learned since then must not change.
+                saved = self.fill(torch.empty_like(weights), state["residual"])
+                weights += saved - self._residual
         self._weights.write(weights)
         for name, buffer in self._weights.buffers().items():
             if name in state.get("buffers", {}):

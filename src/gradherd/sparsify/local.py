@@ -24,11 +24,6 @@ from gradherd.sparsify.message_sizes import GROUP, ValueFormat, fits_one_round
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
 
-EARLY_FACTOR = 4
-"""How many times more often workers exchange in the early steps."""
-_EARLY_SHARE = 0.1
-_EARLY_COSTS = 1 + _EARLY_SHARE * (EARLY_FACTOR - 1)
-"""How many times more exchanges that makes, if a tenth of all steps is early."""
 ONE_BIT_SAVES = 2 * 32 / (2 * (1 + 16 / GROUP))
 """How many times fewer bytes one bit takes than float32, both ways, with a level for each group."""
 
@@ -42,15 +37,8 @@ class LocalSteps:
 
     >>> LocalSteps()
     LocalSteps(every=4, method=Dense(density=1.0), values='int1', ...)
-    >>> LocalSteps(fewer=400).every, LocalSteps(fewer=400).outer_momentum
-    (14, 0.6)
-
-    From about 350 times on, tell it how many steps the run has: workers then exchange more often
-    in its first tenth, for the same bytes.
-
-    >>> recipe = LocalSteps(fewer=480, steps=3000)
-    >>> recipe.every, recipe.early
-    (21, 300)
+    >>> LocalSteps(fewer=240).every, LocalSteps(fewer=240).outer_momentum
+    (8, 0.5)
 
     Multiply AdamW's learning rate for dense training by `lr_factor(workers)`.
     """
@@ -66,8 +54,9 @@ class LocalSteps:
     sent. If a method selects few, some have waited long and fit the weights less: try 0.95."""
     outer_lr: float = 1.0
     """Learning rate of the outer step; 1 without momentum averages the workers' weights."""
-    outer_momentum: float = 0.0
-    """Momentum of the outer step, Nesterov's; DiLoCo has 0.9 with an `outer_lr` of 0.7."""
+    outer_momentum: float = None  # type: ignore[assignment]  # by the length of a phase
+    """Momentum of the outer step, Nesterov's: 1 - sqrt(2 / every) if all coordinates are sent, so
+    0.29 with four steps; else 0. DiLoCo has 0.9 with an `outer_lr` of 0.7."""
     overlap: bool = False
     """Whether the exchange runs in a thread beside the next steps. Residuals and shared weights
     are then kept in CPU memory, and sent through a gloo group."""
@@ -76,39 +65,34 @@ class LocalSteps:
     fixed number, so that a resumed run has the same bits."""
     dense_below: int = 256
     """Parameters with fewer elements than this are always sent whole."""
-    early: int = 0
-    """The first steps of a run, in which workers exchange four times as often: what they learn
-    then, they must learn together. `fewer` with `steps` sets it."""
     fewer: InitVar[float | None] = None
-    """At least how many times fewer bytes than a dense exchange in float32, from 16 to 1,000; with
-    `steps`, within a few percent of it. Only what one bit is sent of is counted: parameters below
-    `dense_below` take 16 bits an element, and buffers 32, which is 3 % more for a ResNet-18 on 8
-    ranks (`fewer=500` sends 498 times fewer). It sets `every`, `values` and the outer step to
-    what lost least (`benchmarks/few_bytes.py`)."""
-    steps: InitVar[int | None] = None
-    """Steps of the optimizer in the whole run, for `fewer`."""
+    """At least how many times fewer bytes than a dense exchange in float32, from 16 to 1,000. Only
+    what one bit is sent of is counted: parameters below `dense_below` take 16 bits an element, and
+    buffers 32, which is 3 % more for a ResNet-18 on 8 ranks (`fewer=500` sends 498 times fewer). It
+    sets `every`."""
 
-    def __post_init__(self, fewer: float | None, steps: int | None) -> None:
-        if fewer is not None:
-            self._follow_frontier(fewer, steps)
-        elif steps is not None:
-            raise ValueError("steps goes with fewer, which spreads the exchanges over them")
+    def __post_init__(self, fewer: float | None) -> None:
         every: Any = self.every
-        if every is None:
-            object.__setattr__(self, "every", 4)
+        if fewer is not None:
+            check_in("[16, 1000]", fewer=fewer)
+            for name, untouched in {"every": None, "method": Dense(), "values": "int1"}.items():
+                if getattr(self, name) != untouched:
+                    raise ValueError(f"fewer goes with its own {name}, so give one of both")
+            every = max(2, math.ceil(fewer / ONE_BIT_SAVES))
+        object.__setattr__(self, "every", 4 if every is None else every)
         # Checked there: the method, its name, `values` and `dense_below`.
         object.__setattr__(self, "method", self.sent.method)
         check_whole("every", self.every, 1)
-        check_whole("early", self.early, 0)
         check_in("[0, 1]", decay=self.decay)
         check_in("(0, inf)", outer_lr=self.outer_lr)
+        momentum: Any = self.outer_momentum
+        if momentum is None:
+            # Measured at 2, 4, 8 and 16 steps, together with the rate of `lr_factor`.
+            all_sent = isinstance(self.method, Dense)
+            momentum = 1 - math.sqrt(min(1.0, 2 / self.every)) if all_sent else 0.0
+            object.__setattr__(self, "outer_momentum", momentum)
         check_in("[0, 1)", outer_momentum=self.outer_momentum)
         check_choice("overlap", self.overlap, True, False)
-        if self.early and self.overlap:
-            raise ValueError(
-                "early and overlap do not go together: early phases are too short to hide an "
-                "exchange behind the next one"
-            )
         if self.delay is not None and not self.overlap:
             raise ValueError(f"delay goes with overlap=True, got {self.delay} without")
         if self.delay is not None and not (
@@ -118,52 +102,29 @@ class LocalSteps:
                 f"delay must be an integer in [1, every = {self.every}], got {self.delay!r}"
             )
 
-    def is_due(self, taken: int, steps: int) -> bool:
-        """Say whether it is time to exchange.
-
-        Args:
-            taken: Steps since the last exchange.
-            steps: Steps since the run began.
-        """
-        every = self.every
-        if steps <= self.early:
-            every = max(1, round(every / EARLY_FACTOR))
-        return taken >= every
-
-    def _follow_frontier(self, fewer: float, steps: int | None) -> None:
-        """Set what a factor of bytes needs."""
-        check_in("[16, 1000]", fewer=fewer)
-        plain = {"every": None, "method": Dense(), "values": "int1", "outer_lr": 1.0}
-        for name, untouched in (plain | {"outer_momentum": 0.0, "early": 0}).items():
-            if getattr(self, name) != untouched:
-                raise ValueError(f"fewer sets {name}, so give one of both")
-        every = max(2, math.ceil(fewer / ONE_BIT_SAVES))
-        # Momentum pays from about eight steps on.
-        outer = (1.0, 0.0) if every < 6 else (0.7, 0.5) if every < 12 else (0.8, 0.6)
-        early = 0
-        if steps is not None:
-            check_whole("steps", steps, 1)
-            if every >= 12:  # measured at 16; short phases begin with few steps anyway
-                every, early = math.ceil(every * _EARLY_COSTS), round(steps * _EARLY_SHARE)
-        for name, value in zip(
-            ("every", "outer_lr", "outer_momentum", "early"), (every, *outer, early), strict=True
-        ):
-            object.__setattr__(self, name, value)
-
     def lr_factor(self, workers: int) -> float:
         """Return what to multiply AdamW's learning rate of dense training by.
 
         A worker's own gradient is noisier than the mean of all, so its second moment is larger and
-        its steps are shorter: the rate wants the square root of the number of workers. Longer
-        phases drift apart, and want less. It fits a GPT-2 of 11 M parameters with 2 to 16 workers;
-        one of 32 M wanted less than the rate of dense training (docs/few_bytes.md), so try that,
-        too. SGD wants the rate of dense training, or half of it.
+        its steps are shorter: the rate wants the square root of the number of workers. Momentum
+        then makes each change 1 / (1 - outer_momentum) times as large, which the rate takes back.
+        It fits a GPT-2 of 11 M parameters with 8 workers; one of 32 M wanted less than the rate of
+        dense training (docs/few_bytes.md), so try that, too. SGD wants the rate of dense training,
+        or half of it.
 
         >>> round(LocalSteps().lr_factor(8), 2), round(LocalSteps(every=16).lr_factor(8), 2)
-        (2.83, 1.41)
+        (2.0, 1.0)
         """
-        usual = self.every / _EARLY_COSTS if self.early else self.every
-        return math.sqrt(workers * min(1.0, 4 / usual))
+        return math.sqrt(workers) * (1 - self.outer_momentum)
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether a worker goes on with what rounding took from its difference.
+
+        It alone has learned that, so it stays in its own weights until it is sent. Coordinates that
+        a method has not selected wait too long for that: workers would drift apart.
+        """
+        return isinstance(self.method, Dense) and self.values != "fp32"
 
     @property
     def sent(self) -> Sparsify:
@@ -184,7 +145,7 @@ class OuterOptimizer:
     The mean of the differences takes the place of the gradient. All workers compute the same step
     from the same bits, so the shared weights are never sent.
 
-    >>> outer = OuterOptimizer(LocalSteps(), torch.tensor([1.0, 2.0]))
+    >>> outer = OuterOptimizer(LocalSteps(outer_momentum=0), torch.tensor([1.0, 2.0]))
     >>> outer.step(torch.tensor([0.0, 0.5]))
     >>> outer.shared
     tensor([1.0000, 1.5000])

@@ -151,6 +151,7 @@ class LocalModels(VirtualExchange):
         # (R, D) weights when the exchange began; its mean difference and buffers, not applied yet.
         self._pending: tuple[Tensor, Tensor | None, Tensor | None] | None = None
         self._taken = self._steps = self._called_off = 0
+        self._synced = True  # whether this phase began with the shared weights themselves
 
     def step(self, grads: Tensor, lr: float, counters: EpochCounters) -> None:
         """Take a step of each worker with its own gradient; exchange if it ends a phase."""
@@ -164,7 +165,7 @@ class LocalModels(VirtualExchange):
         self._steps += 1
         if self._pending is not None and self._taken >= self._settings.steps_until_applied:
             self._apply()
-        if self._settings.is_due(self._taken, self._steps) and not self.diverged:
+        if self._taken >= self._settings.every and not self.diverged:
             self._begin(counters, forced=False)
             if not self._settings.overlap:
                 self._apply()
@@ -173,12 +174,23 @@ class LocalModels(VirtualExchange):
         """Exchange what the last steps of a run have changed, which belongs to its result."""
         if last and self._pending is not None:
             self._apply()
-        if last and (self._taken or self._called_off) and not self.diverged:
-            self._begin(counters, forced=True)
-            self._apply()
+        if last and not self.diverged:
+            if self._taken or self._called_off:
+                self._begin(counters, forced=True)
+                self._apply()
+            self._synced = True
+            for at, weights in enumerate(self._weights):
+                weights.write(self._start(at))
         counters.exchange_seconds = self._timer.reset()
         residual = self._workers.workers[0].feedback.residual
         counters.residual_norm = float(torch.linalg.vector_norm(residual))
+
+    def _start(self, worker: int) -> Tensor:
+        """Return (D,) the weights with which this phase began."""
+        start = self._outer.shared
+        if not self._synced:
+            start = start - self._workers.workers[worker].feedback.residual
+        return self._weights[worker].rounded(start)
 
     def _begin(self, counters: EpochCounters, *, forced: bool) -> None:
         with self._timer.measure():
@@ -195,8 +207,9 @@ class LocalModels(VirtualExchange):
                 return
             self._called_off = 0
             self._outer.step(mean)
-            for weights, snapshot in zip(self._weights, snapshots, strict=True):
-                new = weights.rounded(self._outer.shared)
+            self._synced = not self._settings.keeps_residual
+            for at, (weights, snapshot) in enumerate(zip(self._weights, snapshots, strict=True)):
+                new = self._start(at)
                 if self._settings.overlap:
                     new = new + (weights.read() - snapshot)
                 weights.write(new)
@@ -207,7 +220,8 @@ class LocalModels(VirtualExchange):
         self, own: Tensor, counters: EpochCounters, *, forced: bool
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the mean difference, None if it was called off, and the means of buffers."""
-        mean = self._workers.step(self._weights[0].rounded(self._outer.shared) - own)
+        starts = torch.stack([self._start(at) for at in range(len(own))])
+        mean = self._workers.step(starts - own)
         metrics, size = self._workers.metrics, len(own)
         # Ranks compare where they are before they exchange anything.
         counters.bytes += all_gather_bytes(torch.tensor([self._steps, int(forced)]), size)
@@ -229,12 +243,12 @@ class LocalModels(VirtualExchange):
         return mean, averaged.value
 
     def _go_on_alone(self) -> None:
-        """Put workers whose weights are not finite back to the shared ones, as real ranks do."""
+        """Put workers whose weights are not finite back to where their phase began."""
         self._called_off += 1
         self.diverged = self._called_off >= MAX_CALLED_OFF
-        for weights in self._weights:
+        for at, weights in enumerate(self._weights):
             if not weights.read().isfinite().all():
-                weights.write(weights.rounded(self._outer.shared))
+                weights.write(self._start(at))
 
     @contextlib.contextmanager
     def evaluated(self) -> Iterator[None]:
