@@ -6,7 +6,8 @@ help, and should not wait for the code behind them.
 
 import ast
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ class BadMethod(ValueError):
     """A registered method cannot be built; one sentence says why."""
 
 
-class LazyRegistry(MutableMapping[str, T]):
+class LazyRegistry(UserDict[str, T]):
     """A dictionary whose values are imported when they are looked up.
 
     Keys, their order and their number import nothing. Values can be set as in any dictionary.
@@ -42,14 +43,15 @@ class LazyRegistry(MutableMapping[str, T]):
             homes: Key -> "module:name".
             moved: Former keys -> where their values are now, in words.
         """
-        self._kind, self._homes, self._moved = kind, dict(homes), dict(moved or {})
-        self._values: dict[str, T] = {}
+        self._kind, self._moved = kind, dict(moved or {})
+        super().__init__({key: _Home(home) for key, home in homes.items()})
 
     def __getitem__(self, key: str) -> T:
-        if key not in self._values:
-            module, _, name = self._homes[key].partition(":")
-            self._values[key] = getattr(import_module(module), name)
-        return self._values[key]
+        value: Any = self.data[key]
+        if isinstance(value, _Home):
+            module, _, name = value.partition(":")
+            value = self.data[key] = getattr(import_module(module), name)
+        return value
 
     def find(self, key: str) -> T:
         """Return the value of a key; raise ValueError, with all keys, if it is unknown."""
@@ -62,25 +64,12 @@ class LazyRegistry(MutableMapping[str, T]):
         """Return where a former key is now, to be added to an error; "" of all others."""
         return f"; {key} is now {self._moved[key]}" if key in self._moved else ""
 
-    def __setitem__(self, key: str, value: T) -> None:
-        self._homes.setdefault(key, "")  # which keeps the order of keys
-        self._values[key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self._homes[key]
-        self._values.pop(key, None)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._homes  # the inherited one would look up the value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._homes)
-
-    def __len__(self) -> int:
-        return len(self._homes)
-
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(self._homes)})"
+        return f"{type(self).__name__}({', '.join(self)})"
+
+
+class _Home(str):
+    """Where a value is that was not looked up yet."""
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], list[str]]:

@@ -77,11 +77,10 @@ def stale_entries():
     rank = dist.get_rank()
     if rank == 0:
         for old in (0, 1):
-            for kind in ("entry", "seen"):
-                store.set(
-                    f"gradherd/attach/0/{kind}/{old}",
-                    '{"nonce": "old", "nonces": ["old", "old"], "settings": {"seed": "9"}}',
-                )
+            store.set(
+                f"gradherd/attach/0/{old}",
+                '{"nonce": "old", "seen": ["old", "old"], "settings": {"seed": "9"}}',
+            )
     dist.barrier()
     time.sleep(0.3 * rank)
     RankAgreement(gh.World.detect()).compare({"seed": 1})

@@ -67,63 +67,55 @@ class RankAgreement:
     def refuse(self, error: Exception) -> None:
         """Tell the other ranks that this one has failed, so that they do not wait for it."""
         if self._world.size > 1 and self._store is not None:
-            self._write("entry", {"error": " ".join(str(error).split())})
+            self._write({"error": " ".join(str(error).split())})
 
     def _exchange(self, own: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the entries of all ranks."""
         if self._store is None:
             return all_gather_objects(own, self._world)
-        self._write("entry", own)
         timeout = self._world.timeout().total_seconds()
         deadline = time.monotonic() + timeout
+        nonces: list[str | None] = []
         while True:
-            ranks = [self._read("entry", rank) for rank in range(self._world.size)]
+            # With what was read: an entry in the store may be that of a process that died, which
+            # answers nobody.
+            self._write(own | {"seen": nonces})
+            ranks = [self._read(rank) for rank in range(self._world.size)]
+            nonces = [None if entry is None else entry["nonce"] for entry in ranks]
             present = [entry for entry in ranks if entry is not None]
-            failed = any("error" in entry for entry in present)
-            if len(present) == self._world.size and (failed or self._all_saw(present)):
+            if len(present) == len(ranks) and (
+                any("error" in entry for entry in present)
+                or all(entry["seen"] == nonces for entry in present)
+            ):
                 return present
             if time.monotonic() > deadline:
                 raise RuntimeError(self._missing(ranks, timeout))
             time.sleep(_POLL_SECONDS)
 
-    def _all_saw(self, entries: list[dict[str, Any]]) -> bool:
-        """Write down which entries this rank has read; return whether all ranks read the same."""
-        nonces = [entry["nonce"] for entry in entries]
-        # A second round: an entry in the store may be that of a process that died, which answers
-        # nobody.
-        self._write("seen", {"nonces": nonces})
-        seen = [self._read("seen", rank) for rank in range(self._world.size)]
-        return all(one is not None and one["nonces"] == nonces for one in seen)
-
     def _missing(self, ranks: list[dict[str, Any] | None], timeout: float) -> str:
         absent = [rank for rank, entry in enumerate(ranks) if entry is None]
-        if not absent:  # They left entries in an earlier life of the store.
-            own = ranks[self._world.rank]
-            seen = [self._read("seen", rank) for rank in range(self._world.size)]
-            absent = [
-                rank
-                for rank, one in enumerate(seen)
-                if one is None or own is None or own["nonce"] not in one["nonces"]
-            ]
+        # Otherwise some left entries in an earlier life of the store.
+        absent = absent or [
+            rank for rank, entry in enumerate(ranks) if entry and self._nonce not in entry["seen"]
+        ]
         named = f"rank {absent[0]}" if len(absent) == 1 else f"ranks {absent}"
         return (
             f"{named} did not call attach() within {timeout:g} s, the timeout of the process "
             "group: call it on all ranks"
         )
 
-    def _write(self, kind: str, value: dict[str, Any]) -> None:
+    def _write(self, entry: dict[str, Any]) -> None:
         assert self._store is not None
-        text = json.dumps(value | {"nonce": self._nonce})
-        self._store.set(f"{self._prefix}/{kind}/{self._world.rank}", text)
+        text = json.dumps(entry | {"nonce": self._nonce})
+        self._store.set(f"{self._prefix}/{self._world.rank}", text)
 
-    def _read(self, kind: str, rank: int) -> dict[str, Any] | None:
+    def _read(self, rank: int) -> dict[str, Any] | None:
         assert self._store is not None
-        key = f"{self._prefix}/{kind}/{rank}"
         # `get` would block until the key is there, and could not say which rank is missing.
-        if not self._store.check([key]):
+        if not self._store.check([f"{self._prefix}/{rank}"]):
             return None
-        value: dict[str, Any] = json.loads(self._store.get(key))
-        return value
+        entry: dict[str, Any] = json.loads(self._store.get(f"{self._prefix}/{rank}"))
+        return entry
 
 
 def _store_of(group: dist.ProcessGroup) -> dist.Store | None:
