@@ -44,14 +44,15 @@ class LazyRegistry(UserDict[str, T]):
             moved: Former keys -> where their values are now, in words.
         """
         self._kind, self._moved = kind, dict(moved or {})
-        super().__init__({key: _Home(home) for key, home in homes.items()})
+        values: Any = {key: _Home(home) for key, home in homes.items()}
+        super().__init__(values)
 
     def __getitem__(self, key: str) -> T:
-        value: Any = self.data[key]
-        if isinstance(value, _Home):
-            module, _, name = value.partition(":")
-            value = self.data[key] = getattr(import_module(module), name)
-        return value
+        home = self.data[key]
+        if isinstance(home, _Home):
+            module, _, name = home.partition(":")
+            self.data[key] = getattr(import_module(module), name)
+        return self.data[key]
 
     def find(self, key: str) -> T:
         """Return the value of a key; raise ValueError, with all keys, if it is unknown."""

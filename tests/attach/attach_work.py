@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gradherd import OrderedSampler, World, attach
 from gradherd.comm.script import RankRunner
-from gradherd.comm.sliced_mean import SlicedMean
+from gradherd.comm.sliced_mean import BucketSpan, ColumnLayout, SlicedMean
 from gradherd.hooks import coordinated_hook
-from gradherd.hooks.layouts import BucketSpan, ColumnLayout
 from gradherd.ordering import coordination
 from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import RowGatherer

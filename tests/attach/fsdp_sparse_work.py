@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import gradherd as gh
-from gradherd.hooks.fsdp_torch import sharded_groups
+from gradherd.hooks.fsdp import sharded_groups
 from gradherd.hooks.state import pack
 from tests.attach.fsdp_work import Net, mesh_of
 

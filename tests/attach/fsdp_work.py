@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from gradherd import OrderedSampler, attach
-from gradherd.hooks.fsdp_torch import fsdp_modules, sharded_groups
+from gradherd.hooks.fsdp import fsdp_modules, sharded_groups
 from tests.attach.attach_work import orders_from, unit_gradients
 from tests.ordering.helpers import lists
 

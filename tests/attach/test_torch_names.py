@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 import gradherd as gh
-from gradherd.hooks import fsdp_torch, torch_names
+from gradherd.hooks import fsdp, torch_names
 from gradherd.rows.torch_names import missing_names
 
 FOLDER = Path(torch_names.__file__).parent
 FILES = sorted(path for path in FOLDER.glob("*.py") if path.name != "torch_names.py")
 ALLOWED = {part for name in torch_names.PRIVATE_NAMES for part in name.split(".")}
 FSDP = {
-    *fsdp_torch.GROUP_NAMES, *fsdp_torch.PARAMETER_NAMES, *fsdp_torch.STATE_NAMES,
+    *fsdp.GROUP_NAMES, *fsdp.PARAMETER_NAMES, *fsdp.STATE_NAMES,
     "_get_fsdp_state", "_unsharded_param", "_reduce_scatter_comm", "_fsdp_param_group",
     "_fsdp_param_groups", "_gradherd_watch",
 }  # fmt: skip
@@ -44,7 +44,7 @@ def private_names(tree: ast.AST) -> set[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_every_private_name_of_torch_is_listed(path: Path) -> None:
     found = private_names(ast.parse(path.read_text()))
-    assert found <= (FSDP if path.name == "fsdp_torch.py" else ALLOWED)
+    assert found <= (FSDP if path.name == "fsdp.py" else ALLOWED)
 
 
 def test_what_this_version_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

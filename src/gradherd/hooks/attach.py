@@ -20,8 +20,7 @@ from gradherd.hooks.bucket_hook import hook_is_free, world_of
 from gradherd.hooks.coordinated_hook import CoordinatedHook, ShardedCoordination
 from gradherd.hooks.exchange import ModelExchange
 from gradherd.hooks.feedback import OrderFeedback, inner, refuse_attached
-from gradherd.hooks.fsdp_checks import WHOLE_ROWS_BELOW, ShardedWorlds, check_parameters
-from gradherd.hooks.fsdp_torch import fsdp_modules
+from gradherd.hooks.fsdp import ShardedWorlds, check_parameters, fsdp_modules
 from gradherd.hooks.herd import Herd
 from gradherd.hooks.local_steps import LocalExchange, float_buffers
 from gradherd.hooks.parameter_hooks import check_optimizer, stepping_optimizer
@@ -50,6 +49,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger("gradherd")
+
+WHOLE_ROWS_BELOW = 2**28
+"""Parameters of a sharded model up to which rows="auto" takes whole gradients: they fill three
+vectors of this length on every rank, which a model that does not fit one card may not have."""
 
 
 def attach(

@@ -41,14 +41,21 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradherd.comm.background_thread import BackgroundThread
 from gradherd.comm.collectives import all_to_all
 from gradherd.comm.script import run
-from gradherd.comm.sliced_mean import ONE_BUCKET_ELEMENTS, SlicedMean, Slices, mean_of_rows
+from gradherd.comm.sliced_mean import (
+    ONE_BUCKET_ELEMENTS,
+    BucketSpan,
+    ColumnLayout,
+    ShardSpan,
+    SlicedMean,
+    Slices,
+    mean_of_rows,
+)
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec
 from gradherd.gpu import this_stream
 from gradherd.hooks.bucket_hook import BucketHook
-from gradherd.hooks.fsdp_torch import ShardedGroup, ShardedParameter, sharded_groups
-from gradherd.hooks.layouts import BucketSpan, ColumnLayout, ShardSpan
+from gradherd.hooks.fsdp import ShardedGroup, ShardedParameter, sharded_groups
 from gradherd.hooks.row_sources import RowSource
 from gradherd.hooks.torch_names import copy_all
 from gradherd.hooks.transports import RankTransport

@@ -21,7 +21,7 @@ from gradherd.comm.script import run
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec, wide_dtype
-from gradherd.hooks.fsdp_checks import ShardedWorlds
+from gradherd.hooks.fsdp import ShardedWorlds
 from gradherd.hooks.state import gather_states
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.worker import Worker

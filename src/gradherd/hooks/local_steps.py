@@ -29,8 +29,7 @@ from gradherd.comm.world import World
 from gradherd.flat import FlatSpec, exchangeable, local_shard, plain_name, wide_dtype
 from gradherd.hooks.bucket_hook import BucketHook, world_of
 from gradherd.hooks.exchange import ModelExchange
-from gradherd.hooks.fsdp_checks import ShardedWorlds
-from gradherd.hooks.fsdp_torch import fsdp_modules
+from gradherd.hooks.fsdp import ShardedWorlds, fsdp_modules
 from gradherd.hooks.torch_names import copy_all
 from gradherd.sparsify.local import LocalSteps, OuterOptimizer, average_buffers
 from gradherd.sparsify.selecting import Outcome

@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from gradherd.flat import plain_name
-from gradherd.hooks.fsdp_torch import sharded_groups
+from gradherd.hooks.fsdp import sharded_groups
 from gradherd.rows.module_hooks import UncopiedHook, remove_hook
 from gradherd.rows.row_check import Registrar
 from gradherd.rows.torch_names import current_backward

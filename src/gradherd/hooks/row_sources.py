@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.flat import FlatSpec
-from gradherd.hooks.fsdp_torch import fsdp_modules
+from gradherd.hooks.fsdp import fsdp_modules
 from gradherd.hooks.parameter_hooks import ParameterHooks, gradient_registrar
 from gradherd.rows.capture import Capture
 from gradherd.rows.layer_plan import unwrap_model

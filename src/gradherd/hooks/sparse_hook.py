@@ -34,8 +34,7 @@ from gradherd.comm.world import World
 from gradherd.flat import exchangeable, in_memory_order, local_shard, plain_name
 from gradherd.hooks.bucket_hook import BucketHook, world_of
 from gradherd.hooks.exchange import GradientExchange
-from gradherd.hooks.fsdp_checks import ShardedWorlds
-from gradherd.hooks.fsdp_torch import Handle, ShardedGroup, is_inner, is_last_backward
+from gradherd.hooks.fsdp import Handle, ShardedGroup, ShardedWorlds, is_inner, is_last_backward
 from gradherd.hooks.parameter_hooks import ParameterUsage, tracks_usage
 from gradherd.hooks.torch_names import scale_on_device
 from gradherd.rows.torch_names import call_after_backward, current_backward

@@ -1,4 +1,4 @@
-"""Every private name of torch that what is attached uses, with the reason; FSDP's in `fsdp_torch`.
+"""Every private name of torch that what is attached uses, with the reason; FSDP's in `fsdp`.
 
 Those that rows use, too, are in `rows.torch_names`.
 """

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.script import RankRunner
+from gradherd.comm.sliced_mean import ColumnLayout, ShardSpan
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec
-from gradherd.hooks.layouts import ColumnLayout, ShardSpan
 from gradherd.hooks.row_sources import RowSource
 from gradherd.hooks.row_stats import RowFigures
 from gradherd.ordering.balance import SIGNING_DEVICES

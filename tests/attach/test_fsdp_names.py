@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from gradherd.hooks import fsdp_torch
-from gradherd.hooks.fsdp_checks import check_parameters
-from gradherd.hooks.layouts import ColumnLayout, ShardSpan
+from gradherd.comm.sliced_mean import ColumnLayout, ShardSpan
+from gradherd.hooks import fsdp
+from gradherd.hooks.fsdp import check_parameters
 from gradherd.lab.ranks import run_ranks
 
 
@@ -19,15 +19,15 @@ def on_one_rank():
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
     model = fully_shard(nn.Linear(3, 2), mesh=init_device_mesh("cpu", (1,)))
-    lacks, said = fsdp_torch.missing_names(model), ""
-    names = fsdp_torch.GROUP_NAMES
-    fsdp_torch.GROUP_NAMES = {**names, "from_the_future": "not yet"}
+    lacks, said = fsdp.missing_names(model), ""
+    names = fsdp.GROUP_NAMES
+    fsdp.GROUP_NAMES = {**names, "from_the_future": "not yet"}
     try:
         check_parameters(model)
     except ValueError as error:
         said = str(error)
-    fsdp_torch.GROUP_NAMES = names
-    (group,) = fsdp_torch.sharded_groups(model)
+    fsdp.GROUP_NAMES = names
+    (group,) = fsdp.sharded_groups(model)
     factors = []
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         for divide in (None, 1.0, 3.0, 64.0):
@@ -51,7 +51,7 @@ def test_this_torch_has_every_private_name(rank):
     lacks, _, _ = rank
     assert not lacks, (
         f"torch {torch.__version__} has no {', '.join(lacks)}: find out what has taken their "
-        "place, and change src/gradherd/hooks/fsdp_torch.py"
+        "place, and change src/gradherd/hooks/fsdp.py"
     )
 
 

@@ -1,23 +1,28 @@
-"""What FSDP2 does not offer through its public interface: every private name of torch, here.
+"""FSDP2: what can be attached to, between which ranks it works, and every private name of it.
 
 `fully_shard` has no communication hook. It keeps its parameters in groups, one for each call, that
 gather them before a forward and reduce their gradients after a backward. This file reaches into
-those groups: for the gradient of every parameter before it is reduced, for the reduce-scatter, for
-and the all-reduce hook. Written against torch 2.13; `missing_names`
-says which of them another version lacks.
+those groups: for the gradient of every parameter before it is reduced, for the reduce-scatter, and
+for the all-reduce hook. Written against torch 2.13; `missing_names` says which of its private names
+another version lacks.
 """
 
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from gradherd.comm.sliced_mean import ShardSpan
 from gradherd.comm.world import World
-from gradherd.hooks.layouts import ShardSpan
+from gradherd.hooks import torch_names
+from gradherd.ordering.sampler import OrderedSampler
+from gradherd.rows import torch_names as row_names
 
 # Read or replaced on torch's objects, and why.
 GROUP_NAMES = {
@@ -124,26 +129,20 @@ class ShardedGroup:
         self.noted: list[ShardedParameter] = []
         """What the last reduce-scatter contained; see `note_present`."""
         self._known = {id(p._handle): p for p in self.parameters}
-
-    @property
-    def shard_world(self) -> World:
+        info = group.mesh_info
+        self.shard_world = _world_of(getattr(info, "shard_process_group", None))
         """The ranks that hold the shards."""
-        return _world_of(getattr(self._group.mesh_info, "shard_process_group", None))
-
-    @property
-    def replicate_world(self) -> World:
+        self.replicate_world = _world_of(getattr(info, "replicate_process_group", None))
         """The ranks that torch averages over after the reduce-scatter (native HSDP)."""
-        return _world_of(getattr(self._group.mesh_info, "replicate_process_group", None))
-
-    @property
-    def mesh_dims(self) -> int:
+        self.mesh_dims = int(info.mesh.ndim)
         """Dimensions of the mesh that `fully_shard` was given."""
-        return int(self._group.mesh_info.mesh.ndim)
+        self.device = torch.device(group.device)
+        """Where the whole parameters are computed with."""
 
     @property
-    def device(self) -> torch.device:
-        """Where the whole parameters are computed with."""
-        return torch.device(self._group.device)
+    def ranks(self) -> tuple[list[int], list[int]]:
+        """Those that hold the shards, and those that torch averages over after that."""
+        return self.shard_world.ranks(), self.replicate_world.ranks()
 
     @property
     def reduces(self) -> bool:
@@ -166,7 +165,7 @@ class ShardedGroup:
         def note() -> None:
             self.noted = self._present()
 
-        return self._watch().before_reduce(note)
+        return _listen(self._watch().before_reduce, note)
 
     def _present(self) -> list[ShardedParameter]:
         """Return the parameters that the next reduce-scatter contains; new ones have no name."""
@@ -214,9 +213,7 @@ class ShardedGroup:
 
     def set_reduce_scatter(self, make: Callable[[Any], Any]) -> Handle:
         """Replace the reduce-scatter by `make(before)`."""
-        before = self._group._reduce_scatter_comm
-        self._group._reduce_scatter_comm = make(before)
-        return Handle(lambda: setattr(self._group, "_reduce_scatter_comm", before))
+        return self._replace("_reduce_scatter_comm", make(self._group._reduce_scatter_comm))
 
     def has_all_reduce_hook(self) -> bool:
         """Return whether there is an all-reduce hook."""
@@ -224,8 +221,12 @@ class ShardedGroup:
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None]) -> Handle:
         """Have `hook` called with the flat result of each reduce-scatter."""
-        self._group._all_reduce_hook = hook
-        return Handle(lambda: setattr(self._group, "_all_reduce_hook", None))
+        return self._replace("_all_reduce_hook", hook)
+
+    def _replace(self, name: str, new: Any) -> Handle:
+        before = getattr(self._group, name)
+        setattr(self._group, name, new)
+        return Handle(lambda: setattr(self._group, name, before))
 
     def on_gradient(self, parameter: ShardedParameter, hook: GradientHook) -> Handle:
         """Call `hook` with each gradient of the whole parameter, before it is accumulated."""
@@ -247,9 +248,10 @@ class GroupWatch:
     """
 
     def __init__(self, group: Any) -> None:
+        self.before_reduce: list[Callable[[], None]] = []
+        """Called when all gradients of the group have arrived, before they are reduced."""
         self._hooks: dict[int, list[GradientHook]] = {}
         self._hooked: dict[int, nn.Parameter] = {}
-        self._before_reduce: list[Callable[[], None]] = []
         wait, reduce = group.wait_for_unshard, group.post_backward
 
         # Whole parameters exist from their first gathering on; no earlier moment would do.
@@ -260,31 +262,29 @@ class GroupWatch:
             return result
 
         def post_backward(*args: Any, **kwargs: Any) -> Any:
-            _call_all(self._before_reduce)
+            _call_all(self.before_reduce)
             return reduce(*args, **kwargs)
 
         group.wait_for_unshard, group.post_backward = wait_for_unshard, post_backward
 
     def _hook_whole(self, handle: Any) -> None:
-        whole = getattr(handle, "_unsharded_param", None)
-        if id(handle) not in self._hooks or whole is None or not whole.requires_grad:
+        whole, hooks = getattr(handle, "_unsharded_param", None), self._hooks.get(id(handle))
+        if hooks is None or whole is None or not whole.requires_grad:
             return
         if self._hooked.get(id(handle)) is not whole:
             self._hooked[id(handle)] = whole
-            hooks = self._hooks[id(handle)]
-            whole.register_hook(lambda grad: _call_all(hooks, grad))
+            whole.register_hook(partial(_call_all, hooks))
 
     def on_gradient(self, handle: Any, hook: GradientHook) -> Handle:
         """Call `hook` with each gradient of a parameter, given as torch's own object."""
-        hooks = self._hooks.setdefault(id(handle), [])
-        hooks.append(hook)
+        listening = _listen(self._hooks.setdefault(id(handle), []), hook)
         self._hook_whole(handle)  # it may have been gathered before
-        return Handle(lambda: hooks.remove(hook))
+        return listening
 
-    def before_reduce(self, hook: Callable[[], None]) -> Handle:
-        """Call `hook` when all gradients of the group have arrived, before they are reduced."""
-        self._before_reduce.append(hook)
-        return Handle(lambda: self._before_reduce.remove(hook))
+
+def _listen(hooks: list[Any], hook: Any) -> Handle:
+    hooks.append(hook)
+    return Handle(lambda: hooks.remove(hook))
 
 
 def _call_all(hooks: list[Any], *args: Any) -> None:
@@ -345,3 +345,165 @@ def _lacking(kind: str, item: Any, names: Iterable[str]) -> Iterator[str]:
 
 def _world_of(group: dist.ProcessGroup | None) -> World:
     return World.single() if group is None else World.of(group)
+
+
+# --- What can be attached to --------------------------------------------------------------------
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Refuse models of which this process does not hold every gradient whole."""
+    check_sharding(model)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise ValueError("model has no trainable parameter, so no gradient to learn from")
+    for name, parameter in trained.items():
+        if is_lazy(parameter):
+            raise ValueError(f"parameter {name!r} has no shape yet: run a forward before attach()")
+    empty = sum(not parameter.numel() for parameter in trained.values())
+    for name, parameter in trained.items():
+        # DeepSpeed keeps parameters of stage 3 on other ranks; a model's own may well be empty.
+        if not parameter.numel() and (hasattr(parameter, "ds_id") or len(trained) == empty):
+            raise ValueError(
+                f"parameter {name!r} has no elements, as under ZeRO stage 3, which keeps them on "
+                "other ranks: use stage 0, 1 or 2, or DistributedDataParallel"
+            )
+
+
+def check_sharding(model: nn.Module) -> None:
+    """Refuse sharded models whose gradients cannot be read, and versions of torch that lack names.
+
+    Raises:
+        ValueError: It is one; the message says what to do.
+    """
+    # Not imported here: that takes seconds, and a model cannot be of a class nobody has imported.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for path, module in model.named_modules():
+        if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
+            raise ValueError(
+                f"{f'module {path!r}' if path else 'model'} is wrapped in "
+                "FullyShardedDataParallel, which reduces gradients before they can be read: use "
+                "torch.distributed.fsdp.fully_shard, or DistributedDataParallel"
+            )
+    if missing := row_names.missing_names(torch_names.PRIVATE_NAMES):
+        raise ValueError(
+            f"torch {torch.__version__} has no {', '.join(missing)}, which gradherd needs: use a "
+            "version that its metadata names"
+        )
+    if missing := missing_names(model):
+        raise ValueError(
+            f"torch {torch.__version__} has no {', '.join(missing)}, which gradherd needs for "
+            "fully_shard: use a version that docs/sharded.md lists, or DistributedDataParallel"
+        )
+    groups = [group for group in sharded_groups(model) if group.parameters]
+    for group in groups:
+        where = f"module {group.path!r}" if group.path else "the model"
+        for parameter in group.parameters:
+            if parameter.sharded.device_mesh.ndim != group.mesh_dims:
+                raise ValueError(
+                    f"parameter {parameter.name!r} is split by tensor parallelism as well as by "
+                    "fully_shard, which gradherd does not support: use fully_shard alone"
+                )
+            if parameter.offloaded:
+                raise ValueError(
+                    f"parameters of {where} are offloaded to the CPU, which gradherd does not "
+                    "support: use fully_shard without offload_policy"
+                )
+        if group.ranks != groups[0].ranks:
+            raise ValueError(
+                f"{where} is sharded over other ranks than the rest of the model "
+                f"({group.ranks[0]} and {groups[0].ranks[0]}): call fully_shard with one mesh"
+            )
+    tensor = sys.modules.get("torch.distributed.tensor")
+    sharded = {parameter.name for group in groups for parameter in group.parameters}
+    for name, whole in model.named_parameters():
+        if not whole.requires_grad or name in sharded:
+            continue
+        if tensor and isinstance(whole, tensor.DTensor):
+            raise ValueError(
+                f"parameter {name!r} is a DTensor, of which this rank holds a part; gradherd does "
+                "not support tensor parallelism: use whole parameters and "
+                "DistributedDataParallel or fully_shard"
+            )
+        if sharded:
+            raise ValueError(
+                f"parameter {name!r} is not sharded, so FSDP does not average its gradient: call "
+                "fully_shard(model) on the whole model, too"
+            )
+
+
+class ShardedWorlds:
+    """Between which ranks a sharded model's gradients are averaged, and how."""
+
+    def __init__(self, model: nn.Module, mesh: Any = None) -> None:
+        """Find the ranks of a sharded model, and of its replicas in the mesh given to `attach`."""
+        self.groups = [group for group in sharded_groups(model) if group.parameters]
+        self.shard = self.groups[0].shard_world
+        """The ranks that hold one copy of the model."""
+        self.native = self.groups[0].replicate_world
+        """The ranks that torch itself averages over after the reduce-scatter."""
+        one_dim = mesh is not None and self.groups[0].mesh_dims == 1
+        self.replicate = _replicas(mesh, self.shard) if one_dim else World.single()
+        """The ranks that gradherd averages over."""
+        self._foreign = any(group.has_all_reduce_hook() for group in self.groups)
+
+    @property
+    def size(self) -> int:
+        """Number of workers."""
+        return self.shard.size * self.native.size * self.replicate.size
+
+    def all_workers(self, order: OrderedSampler | None) -> World:
+        """Return the ranks that train together.
+
+        Raises:
+            ValueError: The order was made for others, or they are not all ranks and have no group.
+        """
+        if order is not None and order.world.group is not None:
+            world = order.world
+        elif self.size == self.shard.size and not self._foreign:
+            world = self.shard
+        else:
+            world = World.detect()
+        # With an all-reduce hook of the user's, only the user knows the replicas.
+        if not self._foreign and world.size != self.size:
+            raise ValueError(
+                f"the model is trained by {self.size} ranks, but the process group has "
+                f"{world.size}: create the sampler with world=gh.World(rank, size, group) of the "
+                "ranks that train it"
+            )
+        return world
+
+    def shares_reduce_scatter(self, world: World) -> bool:
+        """Return whether ordering whole batches costs no bytes of its own."""
+        return not self._foreign and all(one.shares_reduce_scatter(world) for one in self.groups)
+
+    def check_exchange(self, model: nn.Module, mesh: Any, what: str) -> None:
+        """Raise ValueError unless replicas can exchange `what`: "sparsify" or "local"."""
+        how = "call fully_shard(model, mesh=mesh['shard']) and attach(..., mesh=mesh)"
+        if self.native.size > 1 or self.groups[0].mesh_dims > 1:
+            raise ValueError(
+                "the model is sharded over a mesh of two dimensions, so torch averages over "
+                f"replicas before anything could be exchanged sparsely: {how}"
+            )
+        if mesh is None:
+            raise ValueError(
+                f"{what} exchanges what the replicas of a sharded model have computed, and needs "
+                f"to know them: {how}, with a mesh of ('replicate', 'shard')"
+            )
+        if self._foreign:
+            raise ValueError(f"{what} needs the all-reduce hook of FSDP, and there is one already")
+        if fsdp_modules(model)[0][0]:
+            raise ValueError(f"{what} needs fully_shard(model) on the whole model, too")
+
+
+def _replicas(mesh: Any, shard: World) -> World:
+    """Return the ranks of a mesh that hold the same shard as this one."""
+    groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    others = [g for g in groups if dist.get_process_group_ranks(g) != shard.ranks()]
+    if len(groups) == 2 and not others:  # both dimensions have this rank alone
+        others = groups[:1]
+    if len(groups) != 2 or len(others) != 1:
+        raise ValueError(
+            f"mesh must have two dimensions, one of which is the mesh that fully_shard was given "
+            f"(ranks {shard.ranks()} here), got {mesh}"
+        )
+    return World.of(others[0])
