@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from gradherd.advise.choices import NetworkLink, Setting, predict, typical_overheads
+from gradherd.comm import script
+from gradherd.comm.world import World
 from gradherd.lab.bench.bench_coordination import bench_coordination, published_loop
 from gradherd.lab.bench.bench_step import bench_step
 from gradherd.lab.bench.timing import ceiling_keys, measure_cases, median_seconds
@@ -25,7 +27,7 @@ from gradherd.lab.study.kinds import (
 )
 from gradherd.lab.tasks.registry import import_file
 from gradherd.lab.text import check_known
-from gradherd.ordering.balance import Unsigned, balance, block_gram
+from gradherd.ordering.balance import Unsigned, balance, blocks
 from gradherd.ordering.sign_rules import Greedy
 
 # By its path: a study file, and so this one, may be used from any folder.
@@ -135,8 +137,8 @@ def bench_signs(count: int, dim: int, device: torch.device) -> list[dict[str, An
     given = Unsigned(vectors, running, Greedy(), np.zeros((1, count)), np.empty((0, 1)))
     cases: dict[str, Callable[[], object]] = {
         "sequential": lambda: published_loop(vectors[0], running[0]),
-        "block-gram": lambda: block_gram(given, count),
-        "balance": lambda: balance(given),
+        "block-gram": lambda: script.run(blocks(given, block=count), World.single()),
+        "balance": lambda: script.run(balance(given), World.single()),
     }
     rows = measure_cases(cases, device, workers=count, dim=dim)
     # No method can sign vectors without reading them once.

@@ -1,10 +1,14 @@
 """Shared by the tests of orderings: integer-valued rows, showing epochs, comparing states."""
 
 import io
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from gradherd.comm.script import run
+from gradherd.comm.world import World
+from gradherd.ordering.balance import Unsigned
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.registry import make_policy
 
@@ -42,6 +46,24 @@ def show(ordering, vectors, seen=None, chunks=None):
 
 def make(name, sizes, rule="greedy", seed=0, start="identity"):
     return Ordering(make_policy(name, rule), sizes, seed=seed, start=start)
+
+
+class Signed(NamedTuple):
+    """Signs, and the sums and what the rule carries after them."""
+
+    signs: torch.Tensor
+    running: torch.Tensor
+    carry: np.ndarray
+
+
+def signed(form, given):
+    """What a form makes of vectors; `given`, the fields of an `Unsigned`, stays as it is."""
+    own = Unsigned(*given)
+    own = own._replace(running=own.running.clone(), carry=own.carry.copy())
+    signs = form(own)
+    if not isinstance(signs, torch.Tensor):  # a script
+        signs = run(signs, World.single()).value
+    return Signed(signs, own.running, own.carry)
 
 
 def begun(rule, streams, total, epoch):

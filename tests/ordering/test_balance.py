@@ -1,5 +1,7 @@
 """Two forms, one result: sequential (small and large), block by block, and over shards."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ from gradherd.ordering.random import SeededRandom
 from gradherd.ordering.registry import SIGN_RULES
 from gradherd.ordering.sign_rules import Greedy, Kernel, Walk
 from tests.ordering import reference
-from tests.ordering.helpers import begun, lists, make, same, visited, whole_vectors
+from tests.ordering.helpers import begun, lists, make, same, signed, visited, whole_vectors
 
 LARGE = 65_536  # Columns from which the sequential form walks stream by stream.
 seeds = st.integers(0, 2**31)
@@ -24,30 +26,24 @@ rules = st.sampled_from([Greedy(), Walk(), Walk(c=0.5), Kernel()])
 
 
 def balance(*given):
-    return forms.balance(Unsigned(*given))
+    return signed(forms.balance, given)
 
 
 def sequential(*given):
-    return forms.sequential(Unsigned(*given))
+    return signed(forms.sequential, given)
 
 
 def block_gram(*given, block=64):
-    return forms.block_gram(Unsigned(*given), block)
+    return signed(partial(blocks, block=block), given)
 
 
 def by_blocks(block):
-    return lambda *given: block_gram(*given, block=block)
+    return partial(block_gram, block=block)
 
 
 def by_sharded_blocks(block):
     """Return the sharded form, run by a single rank that holds all columns."""
-
-    def form(vectors, running, rule, draws, carry):
-        given = Unsigned(vectors, running.clone(), rule, draws, carry)
-        script = blocks(given, block=block, sharded=True)
-        return run(script, World.single()).value
-
-    return form
+    return lambda *given: signed(partial(blocks, block=block, sharded=True), given)
 
 
 FORMS = {
@@ -115,12 +111,10 @@ def test_every_form_is_the_reference(form, seed, rule, streams, count, dim):
 def test_blocks_equal_the_sequence_to_the_bit(seed, rule, streams, count, block):
     vectors, running, draws = whole(seed, streams, count, dim=4)
     # A start in the middle of an epoch: running sum and carry are not zero.
-    _, _, carry = sequential(vectors, running, rule, draws, begun(rule, streams, 50, 1))
+    carry = sequential(vectors, running, rule, draws, begun(rule, streams, 50, 1)).carry
     expected = sequential(vectors, running, rule, draws, carry)
-    before = running.clone(), carry.copy()
     for form in (by_blocks(block), by_sharded_blocks(block), balance):
         assert_same(form(vectors, running, rule, draws, carry), expected)
-    assert torch.equal(running, before[0]) and np.array_equal(carry, before[1])  # Not changed.
 
 
 @given(seed=seeds, rule=rules, streams=st.integers(1, 3), block=st.integers(1, 70))
@@ -152,11 +146,11 @@ def test_many_columns_walk_stream_by_stream_with_the_same_result(name):
 @settings(max_examples=40, deadline=None)
 def test_greedy_sum_is_bounded_by_the_root_of_the_squares(seed, streams, count):
     vectors, running, draws = whole(seed, streams, count, dim=4)
-    signed = balance(vectors, 0 * running, Greedy(), draws, begun(Greedy(), streams, count, 0))
-    prefixes = (signed.signs.unsqueeze(-1) * vectors).cumsum(1)
+    found = balance(vectors, 0 * running, Greedy(), draws, begun(Greedy(), streams, count, 0))
+    prefixes = (found.signs.unsqueeze(-1) * vectors).cumsum(1)
     squares = vectors.square().sum(-1).cumsum(1)
     assert (prefixes.square().sum(-1) <= squares).all()
-    assert torch.equal(prefixes[:, -1], signed.running)
+    assert torch.equal(prefixes[:, -1], found.running)
 
 
 @pytest.mark.parametrize("name", SIGN_RULES)
@@ -226,18 +220,15 @@ def test_three_shards_sign_as_one(name, seed, streams, block):
     expected = block_gram(vectors, running, rule, draws, carry, block=block)
     cuts = [slice(0, 2), slice(2, 5), slice(5, 7)]
 
-    scripts = [
-        blocks(
-            Unsigned(vectors[..., cut], running[:, cut].clone(), rule, draws, carry),
-            block=block,
-            sharded=True,
-        )
+    parts = [
+        Unsigned(vectors[..., cut], running[:, cut].clone(), rule, draws, carry.copy())
         for cut in cuts
     ]
-    for cut, (found, _) in zip(cuts, run_together(scripts), strict=True):
-        assert torch.equal(found.signs, expected.signs)
-        assert torch.equal(found.running, expected.running[:, cut])
-        assert np.array_equal(found.carry, expected.carry)
+    scripts = [blocks(part, block=block, sharded=True) for part in parts]
+    for cut, part, (signs, _) in zip(cuts, parts, run_together(scripts), strict=True):
+        assert torch.equal(signs, expected.signs)
+        assert torch.equal(part.running, expected.running[:, cut])
+        assert np.array_equal(part.carry, expected.carry)
 
 
 @pytest.mark.parametrize("rule", SIGN_RULES)

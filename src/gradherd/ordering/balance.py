@@ -1,10 +1,9 @@
 """Sign vectors so that their signed running sum stays short, and turn signs into the next order.
 
 A sign rule decides on scalars only: the inner product of a vector with the running sum before it,
-and the vector's squared norm. The same rule therefore drives several forms with equal results:
-`sequential` (one vector after the other), `block_gram` (many vectors from their Gram matrix) and
-`balance_sharded` (the same for ranks that each hold a shard of the columns). `balance` takes the
-first on a CPU, and the second on a GPU.
+and the vector's squared norm. The same rule therefore drives two forms with equal results:
+`sequential` (one vector after the other) and `blocks` (many vectors from their Gram matrix, of
+which every rank may hold a shard of the columns). `balance` chooses.
 
 For a block of vectors Z and the running sum S, u = Z.S and G = Z.Z^T are computed at once. The
 recursion inner_k = u_k + sum_{l<k} s_l G_lk runs on scalars, and S += Z^T.s is added once. Up to
@@ -34,8 +33,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradherd.comm.script import AllReduceSmall, Script, run
-from gradherd.comm.world import World
+from gradherd.comm.script import AllReduceSmall, Script
 from gradherd.gpu import captured, has_triton
 from gradherd.ordering.sign_rules import Carry, Floats, Greedy, SignRule
 
@@ -72,61 +70,54 @@ class Unsigned(NamedTuple):
     vectors: Tensor
     """(W, P, D) in visiting order."""
     running: Tensor
-    """(W, D) sums before the first vector; not modified unless a function says so."""
+    """(W, D) sums before the first vector, to which signed vectors are added."""
     rule: SignRule
     """Decides the signs."""
     draws: Floats
     """(W, P) uniform numbers in [-1, 1), one per vector."""
     carry: Floats
-    """(C, W) what the rule carries from vector to vector."""
+    """(C, W) what the rule carries from vector to vector; updated."""
 
 
-class Signed(NamedTuple):
-    """Signs of some vectors, and the sums after them."""
+def balance(given: Unsigned, *, step: int | None = None) -> Script[Tensor]:
+    """Sign vectors with the form that is fastest where they are.
 
-    signs: Tensor
-    """(W, P) int8 on the CPU."""
-    running: Tensor
-    """(W, D) running sums after the last vector."""
-    carry: Floats
-    """(C, W) what the rule carries on."""
+    Args:
+        given: What to sign.
+        step: If D is this rank's shard of the columns: how many vectors of a stream belong to one
+            time step. All ranks then run the script together and get the same signs.
 
+    Returns:
+        (W, P) int8 signs, on the CPU.
 
-def balance(given: Unsigned) -> Signed:
-    """Sign vectors with the form that is faster on their device.
-
+    >>> from gradherd.comm.script import run
+    >>> from gradherd.comm.world import World
     >>> vectors = torch.tensor([[[1.0, 0.0], [1.0, 0.0], [0.0, 2.0]]])
-    >>> start, nothing = torch.zeros(1, 2), np.empty((0, 1))
-    >>> signed = balance(Unsigned(vectors, start, Greedy(), np.zeros((1, 3)), nothing))
-    >>> signed.signs.tolist(), signed.running.tolist()
+    >>> running, nothing = torch.zeros(1, 2), np.empty((0, 1))
+    >>> given = Unsigned(vectors, running, Greedy(), np.zeros((1, 3)), nothing)
+    >>> run(balance(given), World.single()).value.tolist(), running.tolist()
     ([[1, -1, 1]], [[0.0, 2.0]])
     """
-    # On a CPU there is no sync to save: the loop reads each vector once.
-    return sequential(given) if given.vectors.device.type == "cpu" else block_gram(given)
-
-
-def balance_sharded(given: Unsigned, *, step: int) -> Script[Signed]:
-    """Sign vectors of which every rank holds a shard of the columns.
-
-    A script (`comm.script`): all ranks run it together and get the same signs. D is this rank's
-    columns, `running` may be overwritten, and `step` vectors of a stream belong to one time step.
-    """
+    if step is None:
+        # On a CPU there is no sync to save: the loop reads each vector once.
+        if given.vectors.device.type == "cpu":
+            return sequential(given)
+        return (yield from blocks(given, block=MOST))
     # If one vector of a time step is not finite, so is the mean gradient of the step, and the
     # optimizer skips it on every rank: no worker may learn from it. That is how whole batches come.
     # Rows of single examples come many steps at a time, and those that are not finite are marked
     # already: a block then covers several steps, which share one message.
     one = given.vectors.shape[1] <= step
     block = step if one else step * max(1, _SHARED_BLOCK // step)
-    return blocks(given, block=block, sharded=True, all_or_none=one)
+    return (yield from blocks(given, block=block, sharded=True, all_or_none=one))
 
 
-def sequential(given: Unsigned) -> Signed:
+def sequential(given: Unsigned) -> Tensor:
     """Sign the vectors one after the other."""
     vectors, running, rule, draws, carry = given
     streams, count, columns = vectors.shape
     use_numpy = vectors.device.type == "cpu" and columns <= _NUMPY_COLUMNS
     signs = np.zeros((streams, count), dtype=np.int8)
-    running, carry = running.clone(), carry.copy()
     for w in range(streams):
         # numpy and torch spell these operations alike. The arrays share the tensors' memory, so
         # the sum in `running` is updated in place, and without temporaries.
@@ -148,20 +139,13 @@ def sequential(given: Unsigned) -> Signed:
                 else:
                     total -= vector
         carry[:, w] = own
-    return Signed(torch.from_numpy(signs), running, carry)
-
-
-def block_gram(given: Unsigned, block: int = MOST) -> Signed:
-    """Sign vectors from their inner products, `block` vectors of a stream at a time."""
-    script = blocks(given._replace(running=given.running.clone()), block=block)
-    signed: Signed = run(script, World.single()).value
-    return signed
+    return torch.from_numpy(signs)
 
 
 def blocks(
     given: Unsigned, *, block: int, sharded: bool = False, all_or_none: bool = False
-) -> Script[Signed]:
-    """Sign all streams together, with one host sync per block; add into `running`.
+) -> Script[Tensor]:
+    """Sign all streams together, with one host sync per block.
 
     Args:
         given: What to sign.
@@ -186,14 +170,13 @@ def blocks(
             # The recursion adds rows of G to the products of all later vectors, so a row that is
             # not finite would spoil them: compute the products again.
             inner, gram = yield from _products(z, running, rule, sharded)
-        block_signs, carry = signs_from_products(inner, gram, rule, draws[:, span], carry)
-        signs[:, span] = block_signs * finite
+        signs[:, span] = finite * signs_from_products(inner, gram, rule, draws[:, span], carry)
         taken = torch.from_numpy(signs[:, span]).to(z.device)
         if fast := fast_form(z, running):
             fast.add_signed(z, taken.contiguous(), running)
         else:
             running.unsqueeze(1).baddbmm_(taken.to(z.dtype).unsqueeze(1), z)
-    return Signed(torch.from_numpy(signs), running, carry)
+    return torch.from_numpy(signs)
 
 
 def fast_form(vectors: Tensor, running: Tensor) -> Any:
@@ -275,24 +258,21 @@ def _few_products(z: Tensor, running: Tensor, *, squares: bool) -> Tensor:
 
 def signs_from_products(
     inner: Floats, gram: Floats, rule: SignRule, draws: Floats, carry: Floats
-) -> tuple[SignArray, Floats]:
-    """Run the sign recursion on scalars.
+) -> SignArray:
+    """Run the sign recursion on scalars; return (W, P) signs.
 
     Args:
         inner: (W, P) products with the running sums before the block; overwritten.
         gram: (W, P, P) products among the vectors.
         rule: Decides the signs.
         draws: (W, P) uniform numbers in [-1, 1).
-        carry: (C, W) what the rule carries from vector to vector.
-
-    Returns:
-        (W, P) signs and the new carry.
+        carry: (C, W) what the rule carries from vector to vector; updated.
 
     >>> inner, gram = np.array([[0.0, 0.0]]), np.array([[[1.0, 1.0], [1.0, 1.0]]])
-    >>> signs_from_products(inner, gram, Greedy(), np.zeros((1, 2)), np.empty((0, 1)))[0]
+    >>> signs_from_products(inner, gram, Greedy(), np.zeros((1, 2)), np.empty((0, 1)))
     array([[ 1, -1]], dtype=int8)
     """
-    signs, carry = np.ones(inner.shape, dtype=np.int8), carry.copy()
+    signs = np.ones(inner.shape, dtype=np.int8)
     for w, products in enumerate(inner):
         own: Carry = carry[:, w]
         for p, row in enumerate(gram[w]):
@@ -304,7 +284,7 @@ def signs_from_products(
                 products -= row
                 signs[w, p] = -1
         carry[:, w] = own
-    return signs, carry
+    return signs
 
 
 class DeviceSigner:

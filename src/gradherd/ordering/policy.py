@@ -22,7 +22,6 @@ from gradherd.ordering.balance import (
     DeviceSigner,
     Unsigned,
     balance,
-    balance_sharded,
     reorder,
     sign_on_device,
 )
@@ -340,12 +339,9 @@ class SignPolicy(Policy):
         else:
             vectors, draws = vectors.transpose(0, 1), draws.T
         unsigned = Unsigned(vectors, state.running, self.rule, draws, state.carry.numpy())
-        if sharded:
-            signed = yield from balance_sharded(unsigned, step=workers if self.shared else 1)
-        else:
-            signed = balance(unsigned)
-        state.running, state.carry = signed.running, torch.from_numpy(signed.carry)
-        return signed.signs.view(-1, workers) if self.shared else signed.signs.T, False
+        step = workers if self.shared else 1
+        signs = yield from balance(unsigned, step=step if sharded else None)
+        return signs.view(-1, workers) if self.shared else signs.T, False
 
     def reorder(
         self, orders: list[Tensor], state: SignState, epoch: int, random: SeededRandom
