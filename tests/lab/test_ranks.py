@@ -2,7 +2,6 @@ import multiprocessing
 import os
 import re
 import signal
-import threading
 import time
 
 import pytest
@@ -103,12 +102,9 @@ def test_a_rank_that_does_not_answer_is_named(tmp_path):
 
 def test_signals_are_forwarded(tmp_path):
     def started(pids):
-        def send():
-            while len(list(tmp_path.iterdir())) < 2:
-                time.sleep(0.02)
-            os.kill(os.getpid(), signal.SIGUSR1)
-
-        threading.Thread(target=send, daemon=True).start()
+        while len(list(tmp_path.iterdir())) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGUSR1)  # forwarded from here on, and no end of this process
 
     received = run_ranks(
         rank_functions.signalled,
@@ -118,6 +114,15 @@ def test_signals_are_forwarded(tmp_path):
         on_start=started,
     )
     assert received == [True, True]
+
+
+def test_ranks_end_when_their_caller_fails_at_their_start(tmp_path):
+    def started(pids):
+        raise ValueError("no luck")
+
+    with pytest.raises(ValueError, match="no luck"):
+        run_ranks(rank_functions.hang_on, 2, 0, str(tmp_path), on_start=started)
+    assert multiprocessing.active_children() == []
 
 
 def test_a_failure_leaves_no_process():

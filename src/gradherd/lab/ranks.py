@@ -113,8 +113,6 @@ def run_ranks(
             start_method="forkserver",
         )
         assert ranks is not None
-        if on_start is not None:
-            on_start([process.pid for process in ranks.processes])
 
         def forward(number: int, frame: FrameType | None) -> None:
             for process in ranks.processes:
@@ -123,6 +121,8 @@ def run_ranks(
 
         try:
             with handling(forward_signals, forward):
+                if on_start is not None:
+                    on_start([process.pid for process in ranks.processes])
                 _join(ranks.processes, getattr(fn, "__name__", str(fn)), folder, deadline, timeout)
         finally:
             # Killed, not terminated: a rank that is stuck in a collective runs no signal handler.
