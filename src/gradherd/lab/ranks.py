@@ -8,6 +8,7 @@ see that a peer went away.
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -144,6 +145,9 @@ def _rank_main(
     timeout: float,
     args: tuple[Any, ...],
 ) -> None:
+    # What the server has imported stays: each search for garbage in it would take half a second
+    # and copy the memory that ranks share.
+    gc.freeze()
     # More threads would compete for the cores. Besides, sums of long vectors have other bits with
     # another number of threads, and virtual workers must get the same ones.
     torch.set_num_threads(1)
