@@ -12,6 +12,7 @@ from torch import Tensor
 from gradherd.rows import sink_maps
 from gradherd.rows.sink_maps import (
     FilterMap,
+    MapSettings,
     MatrixMap,
     OuterMap,
     VectorMap,
@@ -23,13 +24,18 @@ FEW = st.integers(1, 4)
 SEEDS = st.integers(0, 1000)
 
 
+def drawn(seed: int, *, columns: int = 0, buckets: int = 0, like: Tensor = LIKE) -> MapSettings:
+    """Return what maps are drawn by."""
+    return MapSettings(columns, buckets, seed, like)
+
+
 def matrix_map(
     shape: tuple[int, int], *, keep: int, columns: int, seed: int, most: int
 ) -> MatrixMap:
     """Return a map that folds kept sides of more than `most` elements."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sink_maps, "MOST_KEPT", most)
-        return MatrixMap(shape, keep=keep, columns=columns, seed=seed, name="w", like=LIKE)
+        return MatrixMap(shape, "w", drawn(seed, columns=columns), keep=keep)
 
 
 def factors(examples: int, positions: int, shape: tuple[int, ...], seed: int) -> list[Tensor]:
@@ -85,7 +91,7 @@ def test_rows_of_a_convolution_are_the_map_of_its_gradient(
     shape = (outputs, channels, *window)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sink_maps, "MOST_KEPT", most)
-        one = FilterMap(shape, columns=c, seed=seed, name="w", like=LIKE)
+        one = FilterMap(shape, "w", drawn(seed, columns=c))
     conv = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
     x = torch.randn(examples, channels, *(6 for _ in window), dtype=torch.float64)
     weight = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
@@ -106,8 +112,8 @@ def test_rows_of_a_convolution_are_the_map_of_its_gradient(
 
 
 def test_filters_are_products_where_channels_are_many() -> None:
-    many = FilterMap((5, 8, 3, 3), columns=4, seed=0, name="w", like=LIKE)
-    few = FilterMap((5, 2, 3, 3), columns=4, seed=0, name="w", like=LIKE)
+    many = FilterMap((5, 8, 3, 3), "w", drawn(0, columns=4))
+    few = FilterMap((5, 2, 3, 3), "w", drawn(0, columns=4))
     assert many.places is not None and many.filters.shape == (4, 8, 1, 1)
     assert few.places is None and few.filters.shape == (4, 2, 3, 3)
 
@@ -117,7 +123,7 @@ def test_filters_are_products_where_channels_are_many() -> None:
 def test_rows_of_an_outer_product_are_the_map_of_its_gradient(
     examples: int, positions: int, rows: int, columns: int, buckets: int, seed: int
 ) -> None:
-    one = OuterMap((rows, columns), buckets=buckets, seed=seed, name="w", like=LIKE)
+    one = OuterMap((rows, columns), "w", drawn(seed, buckets=buckets))
     left, right = factors(examples, positions, (rows, columns), seed)
     found = one.finish(one.columns_of(left, right))
     expected = torch.stack([one.project(grad) for grad in left.transpose(1, 2) @ right])
@@ -131,7 +137,7 @@ def test_rows_of_an_outer_product_are_the_map_of_its_gradient(
 
 
 def test_a_long_gradient_is_mapped_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = OuterMap((70, 9), buckets=8, seed=0, name="w", like=LIKE)
+    one = OuterMap((70, 9), "w", drawn(0, buckets=8))
     grad = torch.randn(70, 9, dtype=torch.float64)
     whole = one.project(grad)
     monkeypatch.setattr(sink_maps, "_MAX_TEMPORARY", 50)
@@ -143,7 +149,7 @@ def test_rows_of_vectors_are_the_map_of_their_gradients(
     sizes: list[int], examples: int, seed: int
 ) -> None:
     named = {str(at): size for at, size in enumerate(sizes)}
-    one = VectorMap(named, seed=seed, name="w", like=LIKE)
+    one = VectorMap(named, "w", drawn(seed))
     vectors = torch.randn(examples, sum(sizes), dtype=torch.float64)
     found = one.finish(vectors)
     for name, part in zip(named, vectors.split(sizes, 1), strict=True):
@@ -165,20 +171,16 @@ def both(one: MatrixMap | OuterMap, grads: tuple[Tensor, Tensor]) -> list[Tensor
 
 MAPS: dict[str, Callable[[int, str], MatrixMap | OuterMap]] = {
     "rows are kept": lambda seed, name: MatrixMap(
-        (KEPT, PROJECTED), keep=0, columns=5, seed=seed, name=name, like=LIKE
+        (KEPT, PROJECTED), name, drawn(seed, columns=5), keep=0
     ),
     "columns are kept": lambda seed, name: MatrixMap(
-        (PROJECTED, KEPT), keep=1, columns=5, seed=seed, name=name, like=LIKE
+        (PROJECTED, KEPT), name, drawn(seed, columns=5), keep=1
     ),
     "products of filters": lambda seed, name: FilterMap(
-        (KEPT, 10, 3), columns=5, seed=seed, name=name, like=LIKE
+        (KEPT, 10, 3), name, drawn(seed, columns=5)
     ),
-    "filters": lambda seed, name: FilterMap(
-        (KEPT, 3, 10), columns=5, seed=seed, name=name, like=LIKE
-    ),
-    "outer product": lambda seed, name: OuterMap(
-        (KEPT, PROJECTED), buckets=25, seed=seed, name=name, like=LIKE
-    ),
+    "filters": lambda seed, name: FilterMap((KEPT, 3, 10), name, drawn(seed, columns=5)),
+    "outer product": lambda seed, name: OuterMap((KEPT, PROJECTED), name, drawn(seed, buckets=25)),
 }
 COUNT = 400
 
@@ -228,10 +230,10 @@ def test_one_position_loses_no_more_than_a_plain_sketch() -> None:
     exact = float(grad.square().sum())
     squares, projected = [], []
     for seed in range(COUNT):
-        outer = OuterMap((40, 50), buckets=k, seed=seed, name="w", like=LIKE)
+        outer = OuterMap((40, 50), "w", drawn(seed, buckets=k))
         squares.append(float(outer.vectors(outer.project(grad)[None]).square().sum()))
         # 80 elements, which are more than those buckets.
-        matrix = MatrixMap((40, 50), keep=0, columns=2, seed=seed, name="w", like=LIKE)
+        matrix = MatrixMap((40, 50), "w", drawn(seed, columns=2), keep=0)
         projected.append(float(matrix.project(grad).square().sum()))
     spread, coarse = torch.tensor(squares).std() / exact, torch.tensor(projected).std() / exact
     assert float(spread) < 1.5 * (2 / k) ** 0.5
@@ -240,11 +242,11 @@ def test_one_position_loses_no_more_than_a_plain_sketch() -> None:
 
 @pytest.mark.parametrize("kind", ["matrix", "filters"])
 def test_factors_of_lower_precision_are_multiplied_in_it(kind: str) -> None:
-    like = torch.zeros(0)
+    by = drawn(0, columns=8, like=torch.zeros(0))
     if kind == "matrix":
-        one: MatrixMap = MatrixMap((30, 12), keep=1, columns=8, seed=0, name="w", like=like)
+        one: MatrixMap = MatrixMap((30, 12), "w", by, keep=1)
     else:
-        one = FilterMap((12, 30, 1), columns=8, seed=0, name="w", like=like)
+        one = FilterMap((12, 30, 1), "w", by)
     left, right = (factor.float() for factor in factors(3, 4, (30, 12), 0))
     pairs = ((left, right), (left.bfloat16(), right.bfloat16()))
     exact, half = (one.finish(one.columns_of(*pair)) for pair in pairs)
@@ -254,7 +256,7 @@ def test_factors_of_lower_precision_are_multiplied_in_it(kind: str) -> None:
 
 def test_a_seed_and_a_name_say_everything() -> None:
     def draw(seed: int, name: str) -> Tensor:
-        one = MatrixMap((30, 12), keep=1, columns=8, seed=seed, name=name, like=LIKE)
+        one = MatrixMap((30, 12), name, drawn(seed, columns=8), keep=1)
         return torch.cat([one.side.flatten(), one.signs])
 
     state = torch.get_rng_state()

@@ -31,7 +31,8 @@ from gradherd.rows.settings import (
     row_length,
 )
 from gradherd.rows.sink import ROW, SinkPool, SketchedLayer, at_least_float32, is_spectrum
-from gradherd.rows.sink_layers import DirectLayer, MapSettings
+from gradherd.rows.sink_layers import DirectLayer
+from gradherd.rows.sink_maps import MapSettings
 from gradherd.rows.sketch import CountSketch, hashes
 from gradherd.rows.torch_names import current_backward, mark_constant
 

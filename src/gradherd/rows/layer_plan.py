@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,15 @@ from gradherd.rows.sink_layers import (
     EmbeddingLayer,
     LastDimsNorm,
     LinearLayer,
-    MapSettings,
     NormLayer,
     TappedAttention,
     TappedParameters,
 )
 from gradherd.rows.sink_maps import (
+    MOST_BUCKETS,
     MOST_KEPT,
     FilterMap,
+    MapSettings,
     MatrixMap,
     OuterMap,
     VectorMap,
@@ -253,7 +254,8 @@ class LayerPlan:
             self._note(own["weight"], ParameterUse(layer, ""))
         if vector:
             sizes = {local: parameter.numel() for local, parameter in vector.items()}
-            layer.vector = self.maps.vector(sizes, self.name(next(iter(vector.values()))))
+            name = self.name(next(iter(vector.values())))
+            layer.vector = VectorMap(sizes, name, self.maps)
             for local, parameter in vector.items():
                 self._note(parameter, ParameterUse(layer, local))
         if isinstance(layer, NormLayer):
@@ -276,11 +278,9 @@ class LayerPlan:
         if maps.is_exact:
             matrix = WholeMap(shape)
         elif isinstance(layer, ConvLayer):
-            matrix = FilterMap(
-                shape, columns=maps.columns, seed=maps.seed, name=name, like=maps.like
-            )
+            matrix = FilterMap(shape, name, maps)
             if layer.may_be_single and matrix.columns < math.prod(shape[1:]):
-                single = maps.outer((shape[0], math.prod(shape[1:])), name)
+                single = one_position_map((shape[0], math.prod(shape[1:])), name, maps)
         else:
             rows, columns = shape
             # The shorter side is kept. Tables of tokens are looked up, so their rows are projected.
@@ -289,9 +289,9 @@ class LayerPlan:
             short, long = min(shape), min(max(shape), MOST_KEPT)
             if not looks_up and short <= maps.columns and short * long <= maps.size:
                 keep = 1 - keep  # as in most heads: nothing is projected then
-            matrix = maps.matrix((rows, columns), name, keep=keep)
+            matrix = MatrixMap((rows, columns), name, maps, keep=keep)
             if not looks_up and matrix.columns < shape[1 - keep]:
-                single = maps.outer((rows, columns), name)
+                single = one_position_map((rows, columns), name, maps)
         self._weights[index] = matrix, single
         return matrix, single
 
@@ -304,7 +304,7 @@ class LayerPlan:
         self.untap.append(layer.remove)
         sizes = {local: parameter.numel() for local, parameter in owner.parameters.items()}
         # Whole: modules may share parameters, whose rows have to be added before they are sketched.
-        layer.vector = VectorMap(sizes, seed=None, name=owner.name, like=self.maps.like)
+        layer.vector = VectorMap(sizes, owner.name, replace(self.maps, is_exact=True))
         for local, parameter in owner.parameters.items():
             self._note(parameter, ParameterUse(layer, local))
         self.pool.layers.append(layer)
@@ -330,13 +330,24 @@ class LayerPlan:
                 self.left_out[self.name(parameter)] = why
                 continue
             layer = DirectLayer(self.name(parameter), self.pool)
-            layer.vector = self.maps.vector({local: parameter.numel()}, self.name(parameter))
+            layer.vector = VectorMap({local: parameter.numel()}, layer.name, self.maps)
             self._note(parameter, ParameterUse(layer, local))
             self.pool.layers.append(layer)
             layers[local] = layer
         if layers:
             undo = tap_module(owner.module, layers, TappedParameters, tuple(layers))
             self.untap.append(undo)
+
+
+def one_position_map(
+    shape: tuple[int, int], name: str, settings: MapSettings
+) -> MatrixMap | OuterMap:
+    """Return the map of a weight with one position."""
+    if math.prod(shape) > max(settings.size, MOST_BUCKETS):
+        return OuterMap(shape, name, settings)
+    # Exact: nothing is projected.
+    whole = replace(settings, columns=max(shape))
+    return MatrixMap(shape, name, whole, keep=shape.index(min(shape)))
 
 
 def layer_for(

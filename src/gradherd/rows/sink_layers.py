@@ -3,9 +3,7 @@
 Shapes: n examples of this batch, T positions, I inputs, O outputs, C channels, c columns.
 """
 
-import math
 from abc import abstractmethod
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,56 +22,10 @@ from gradherd.rows.sink import (
     at_least_float32,
     trained_parameter,
 )
-from gradherd.rows.sink_maps import (
-    MOST_BUCKETS,
-    MatrixMap,
-    OuterMap,
-    VectorMap,
-    WholeMap,
-    products,
-)
+from gradherd.rows.sink_maps import MatrixMap, OuterMap, WholeMap, products
 
 MOST_COLUMNS = 128
 """Columns of a projection that a kernel holds."""
-
-
-@dataclass
-class MapSettings:
-    """Sizes and seed of the maps of one model."""
-
-    columns: int
-    """c, of projections."""
-    size: int
-    """Elements of a row."""
-    seed: int
-    """Seed of all signs."""
-    like: Tensor
-    """A tensor of the rows' dtype and device."""
-    is_exact: bool = False
-    """Whether nothing is projected."""
-
-    def matrix(self, shape: tuple[int, int], name: str, *, keep: int) -> MatrixMap:
-        """Return the map of a weight with many positions."""
-        return MatrixMap(
-            shape, keep=keep, columns=self.columns, seed=self.seed, name=name, like=self.like
-        )
-
-    def outer(self, shape: tuple[int, int], name: str) -> MatrixMap | OuterMap:
-        """Return the map of a weight with one position."""
-        short, long = min(shape), max(shape)
-        if math.prod(shape) <= max(self.size, MOST_BUCKETS):  # exact: nothing is projected
-            keep = shape.index(short)
-            return MatrixMap(
-                shape, keep=keep, columns=long, seed=self.seed, name=name, like=self.like
-            )
-        return OuterMap(
-            shape, buckets=min(MOST_BUCKETS, self.size), seed=self.seed, name=name, like=self.like
-        )
-
-    def vector(self, sizes: dict[str, int], name: str) -> VectorMap:
-        """Return the map of biases and scales."""
-        seed = None if self.is_exact else self.seed
-        return VectorMap(sizes, seed=seed, name=name, like=self.like)
 
 
 def examples_first(tensor: Tensor, dim: int, features: int) -> Tensor:
@@ -83,11 +35,6 @@ def examples_first(tensor: Tensor, dim: int, features: int) -> Tensor:
     if leading == 2:
         return moved
     return moved.reshape(moved.shape[0], -1, *tensor.shape[leading:])
-
-
-def summed(grads: Tensor, dim: int, like: Tensor) -> Tensor:
-    """Add up gradients over positions, in the precision of rows."""
-    return grads.sum(dim, dtype=like.dtype)
 
 
 class LinearLayer(SketchedLayer):
@@ -107,8 +54,8 @@ class LinearLayer(SketchedLayer):
             matrix = linear_columns(one, left, right, self.transposed, part)
         total = None
         if wanted[1]:
-            like = self.pool.like
-            total = left[:, 0].to(like.dtype) if single else summed(left, 1, like)
+            dtype = self.pool.like.dtype  # also of sums over positions
+            total = left[:, 0].to(dtype) if single else left.sum(1, dtype=dtype)
             if part is not None:
                 total = F.pad(total, (part[0], self.vector.size - part[1]))
         return matrix, total
@@ -151,7 +98,7 @@ def linear_columns(
     if part is None:
         return matrix.columns_of(projected, kept)
     # Projections of attention: weights of queries, keys and values are one parameter.
-    side = matrix.side_for(projected)[part[0] : part[1]]
+    side = matrix.tensor_for("side", projected)[part[0] : part[1]]
     return matrix.combine(projected @ side, kept)
 
 
@@ -180,7 +127,7 @@ class ConvLayer(SketchedLayer):
 
     def columns(self, inputs: Tensor, grads: Tensor, use: Use, *saved: Tensor) -> Pair:
         """Return the columns from inputs (n, C, ...) and gradients (n, O, ...)."""
-        vector = summed(grads.flatten(2), 2, self.pool.like) if use[4] else None
+        vector = grads.flatten(2).sum(2, dtype=self.pool.like.dtype) if use[4] else None
         if not use[3]:
             return None, vector
         if use[2]:
@@ -251,7 +198,7 @@ class EmbeddingLayer(SketchedLayer):
             right = right.unsqueeze(1)
         if isinstance(matrix, WholeMap):
             return self.table_rows(tokens, right, matrix), None
-        thin = F.embedding(tokens, matrix.side_for(right))
+        thin = F.embedding(tokens, matrix.tensor_for("side", right))
         if self.padding is not None:
             thin = thin * (tokens != self.padding).unsqueeze(-1)
         return matrix.combine(thin, right), None
@@ -297,6 +244,8 @@ class NormLayer(SketchedLayer):
         self.parts: tuple[str, ...] = ()
         """Which of scale and shift have rows, in this order."""
         self.eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
+        self.leading = 1
+        """First dimensions of a tensor (n, ...) that are no positions; the last are `features`."""
 
     @abstractmethod
     def normalized(self, inputs: Tensor, saved: tuple[Tensor, ...]) -> Tensor:
@@ -321,12 +270,8 @@ class NormLayer(SketchedLayer):
     def summed(self, each: Tensor, dim: int) -> Tensor:
         """Add up over the positions of each example."""
         moved, dtype = each.movedim(dim, 0) if dim else each, self.pool.like.dtype
-        over = self.summed_dims(moved)
+        over = tuple(range(self.leading, moved.dim() - self.features))
         return (moved.sum(over, dtype=dtype) if over else moved.to(dtype)).flatten(1)
-
-    @abstractmethod
-    def summed_dims(self, moved: Tensor) -> tuple[int, ...]:
-        """Return the dimensions of a tensor (n, ...) that are positions."""
 
 
 class LastDimsNorm(NormLayer):
@@ -356,10 +301,6 @@ class LastDimsNorm(NormLayer):
             return None, None
         return None, partial(triton_layers.plan_norm, self.vector, self.eps, self.rms, has_shift)
 
-    def summed_dims(self, moved: Tensor) -> tuple[int, ...]:
-        """Return all dimensions between examples and features."""
-        return tuple(range(1, moved.dim() - len(self.shape)))
-
 
 class ChannelNorm(NormLayer):
     """nn.GroupNorm and BatchNorm: inputs (n, C, ...)."""
@@ -367,7 +308,7 @@ class ChannelNorm(NormLayer):
     def __init__(self, name: str, pool: SinkPool, module: Any) -> None:
         super().__init__(name, pool, module)
         self.groups: int = getattr(module, "num_groups", 0)
-        self.batch_is_first = True
+        self.batch_is_first, self.leading, self.features = True, 2, 0
 
     def saved(self, module: nn.Module) -> tuple[Tensor, ...]:
         """Return the running statistics that BatchNorm uses in evaluation mode."""
@@ -391,10 +332,6 @@ class ChannelNorm(NormLayer):
         if self.groups or saves or not (use[3] and use[4]):
             return None, None
         return None, partial(triton_layers.plan_batch_norm, self.vector, self.eps)
-
-    def summed_dims(self, moved: Tensor) -> tuple[int, ...]:
-        """Return all dimensions behind the channels."""
-        return tuple(range(2, moved.dim()))
 
 
 class DirectLayer(SketchedLayer):

@@ -22,6 +22,7 @@ k buckets of a tensor sketch, N elements of a vector.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,22 @@ MOST_KEPT = 1024
 _MAX_TEMPORARY = 1 << 22
 MOST_BUCKETS = 4096
 """Buckets of a tensor sketch: the error of an inner product is 2 % of the norms."""
+
+
+@dataclass(frozen=True)
+class MapSettings:
+    """Sizes and seed of the maps of one model."""
+
+    columns: int
+    """c, of projections."""
+    size: int
+    """Elements of a row."""
+    seed: int
+    """Seed of all signs."""
+    like: Tensor
+    """A tensor of the rows' dtype and device."""
+    is_exact: bool = False
+    """Whether nothing is projected."""
 
 
 def products(left: Tensor, right: Tensor) -> Tensor:
@@ -82,20 +99,18 @@ class MatrixMap(Map):
     """(P, c) matrix that projects."""
 
     def __init__(
-        self, shape: tuple[int, int], *, keep: int, columns: int, seed: int, name: str, like: Tensor
+        self, shape: tuple[int, int], name: str, settings: MapSettings, *, keep: int
     ) -> None:
         """Draw the signs.
 
         Args:
             shape: Of the gradient as a matrix.
-            keep: The dimension that is kept, 0 or 1.
-            columns: c, at most; a side that is no longer is not projected.
-            seed: Seed of the signs.
             name: Of the parameter.
-            like: A tensor of the rows' dtype and device.
+            settings: With c: a side that is no longer is not projected.
+            keep: The dimension that is kept, 0 or 1.
         """
         self.keep, kept, projected = keep, shape[keep], shape[1 - keep]
-        self.columns = min(columns, projected)
+        self.columns, seed, like = min(settings.columns, projected), settings.seed, settings.like
         if self.columns == projected:
             side = torch.eye(projected)
         else:
@@ -107,13 +122,9 @@ class MatrixMap(Map):
         self.width = -(-kept // self.folds)
         self.size = self.columns * self.width
 
-    def side_for(self, factor: Tensor) -> Tensor:
-        """Return the (P, c) matrix in the dtype of a factor."""
-        return self.tensor_for("side", factor)
-
     def columns_of(self, projected: Tensor, kept: Tensor) -> Tensor:
         """Return the columns (B, c, K) of factors (B, T, P) and (B, T, K)."""
-        return self.combine(projected @ self.side_for(projected), kept)
+        return self.combine(projected @ self.tensor_for("side", projected), kept)
 
     def combine(self, thin: Tensor, kept: Tensor) -> Tensor:
         """Do the same with a factor that is projected already, (B, T, c)."""
@@ -146,23 +157,12 @@ class FilterMap(MatrixMap):
     places: Tensor | None = None
     """(c, 1, *window) signs, if they are."""
 
-    def __init__(
-        self, weight: tuple[int, ...], *, columns: int, seed: int, name: str, like: Tensor
-    ) -> None:
-        """Draw the signs.
-
-        Args:
-            weight: Shape (outputs, channels of a group, *window) of the weight.
-            columns: c, at most.
-            seed: Seed of the signs.
-            name: Of the parameter.
-            like: A tensor of the rows' dtype and device.
-        """
+    def __init__(self, weight: tuple[int, ...], name: str, settings: MapSettings) -> None:
+        """Draw the signs; `weight` is its shape (outputs, channels of a group, *window)."""
         outputs, channels, *window = weight
         places = math.prod(window)
-        shape = (outputs, channels * places)
-        super().__init__(shape, keep=0, columns=columns, seed=seed, name=name, like=like)
-        c = self.columns
+        super().__init__((outputs, channels * places), name, settings, keep=0)
+        c, seed, like = self.columns, settings.seed, settings.like
         if places > 1 and channels >= c and c < channels * places:
             across = random_signs(seed, name, channels, c)
             places_signs = random_signs(seed, f"{name}/window", places, c)
@@ -204,11 +204,10 @@ class FilterMap(MatrixMap):
 class OuterMap(Map):
     """Sketches the outer product of two vectors: (rows, columns) to a spectrum of k buckets."""
 
-    def __init__(
-        self, shape: tuple[int, int], *, buckets: int, seed: int, name: str, like: Tensor
-    ) -> None:
+    def __init__(self, shape: tuple[int, int], name: str, settings: MapSettings) -> None:
         """Draw the hashes; see `MatrixMap`."""
-        self.buckets = buckets
+        self.buckets = buckets = min(MOST_BUCKETS, settings.size)
+        seed, like = settings.seed, settings.like
         self.size = 2 * (buckets // 2 + 1)
         self._shape = shape
         # One side is hashed at random; then pairs collide at random, however the other side is
@@ -301,22 +300,20 @@ class WholeMap(Map):
 class VectorMap(Map):
     """Gives every element of a vector a sign."""
 
-    def __init__(self, sizes: dict[str, int], *, seed: int | None, name: str, like: Tensor) -> None:
-        """Draw the signs.
+    def __init__(self, sizes: dict[str, int], name: str, settings: MapSettings) -> None:
+        """Draw the signs; all are plus in exact rows.
 
         Args:
             sizes: Elements of each parameter that is part of the vector, by name.
-            seed: Seed of the signs; None for exact rows, in which all are plus.
             name: Of the vector.
-            like: A tensor of the rows' dtype and device.
+            settings: With the seed.
         """
         self.size = sum(sizes.values())
-        drawn = (
-            torch.ones(self.size)
-            if seed is None
-            else random_signs(seed, f"{name}/vector", self.size, 1)[:, 0]
-        )
-        self.signs = drawn.to(like)
+        if settings.is_exact:
+            drawn = torch.ones(self.size)
+        else:
+            drawn = random_signs(settings.seed, f"{name}/vector", self.size, 1)[:, 0]
+        self.signs = drawn.to(settings.like)
         begin = 0
         self.parts: dict[str, slice] = {}
         for local, size in sizes.items():

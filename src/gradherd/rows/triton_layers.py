@@ -397,7 +397,7 @@ def plan_product(
         ones = side.new_ones(columns, 1)
         signs_of_places = ones if one.places is None else one.places.to(dtype)
     else:
-        side = signs_of_places = one.side_for(first)
+        side = signs_of_places = one.tensor_for("side", first)
 
     def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
         first, second = (grads, inputs) if projects_grads else (inputs, grads)
