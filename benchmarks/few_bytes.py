@@ -19,6 +19,7 @@ import argparse
 import functools
 import json
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -270,8 +271,8 @@ class Run:
         self.bytes, self._step = 0, 0
         self._losses, self._adamw = fast_functions(shape, device.type)
 
-    def train(self, epochs: int) -> dict[str, Any]:
-        """Return perplexities and bytes."""
+    def train(self, epochs: int, name: str = "") -> dict[str, Any]:
+        """Return perplexities and bytes, and print what there is of them after each epoch."""
         batch = self._workers * self._blocks
         each = len(self._train) // batch
         self._steps = epochs * each
@@ -284,6 +285,7 @@ class Run:
                 self._step += 1
                 self._take_step(self._train[chosen])
             curve.append(round(self._perplexity(), 3))
+            print(f"  {name}: {curve}", file=sys.stderr, flush=True)
         dense = self._dense_bytes * self._steps
         return {
             "perplexity": curve, "best": min(curve), "last": curve[-1], "steps": self._steps,
@@ -420,7 +422,7 @@ def main() -> None:
         run = Run(arm, shape, options.workers, options.blocks, seed, tokens)
         record |= {"blocks": options.blocks, "length": shape.length, "lr": run.lr}
         record |= {"parameters": sum(map(math.prod, shape.sizes().values()))}
-        record |= run.train(options.epochs)
+        record |= run.train(options.epochs, f"{label}, seed {seed}")
         line = json.dumps(record)
         print(line, flush=True)
         with options.out.open("a") as file:

@@ -24,8 +24,6 @@ NAMES = {
     "local-4": "4 local steps, 1 bit: `gh.LocalSteps()`",
     "local-8": "8 local steps, 1 bit: `gh.LocalSteps(fewer=240)`",
     "local-16": "16 local steps, 1 bit: `gh.LocalSteps(fewer=480)`",
-    "local-16-early": "the same, more often in the first tenth: "
-    "`gh.LocalSteps(fewer=480, steps=...)`",
     "powersgd": "PowerSGD, every step",
     "diloco": "DiLoCo, 15 steps",
     "diloco-int4": "DiLoCo in 4 bits, 15 steps",
@@ -47,7 +45,7 @@ PEERS = {
     "onebit-adam": "1-bit Adam",
     "exdyna-few-bits": "ExDyna in 2 bits",
 }
-RECIPE = ("local-2", "local-4", "local-8", "local-16-early")
+RECIPE = ("local-2", "local-4", "local-8", "local-16")
 
 
 def by_arm(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -34,8 +34,6 @@ _RECORD_KEYS = ("study", "task", "density", "every", "metric", "epoch", "dense",
 # bandwidth-limited links was 21 %), what a method computes by a factor of two.
 _INPUT_ERROR, _OVERHEAD_ERROR = 1.25, 2.0
 _IF_WRONG = "if links and passes are off by 25 % and what methods compute by a factor of 2"
-# `fewer` also sets the outer step that was measured.
-_LOCAL = {"local-2": "every=2", "local-4": "", "local-8": "fewer=240", "local-16": "fewer=480"}
 _SELECTORS = {"topk": "TopK", "exdyna": "ExDyna"}
 _HOOKS = "from torch.distributed.algorithms.ddp_comm_hooks import"
 
@@ -283,7 +281,8 @@ def code_for(setting: Setting, exchange: str) -> str | None:
     """
     method, _, detail = exchange.partition("-")
     if method == "local":
-        return f"gh.attach(net, optimizer=optimizer, local=gh.LocalSteps({_LOCAL[exchange]}))"
+        given = "" if detail == "4" else f"every={detail}"
+        return f"gh.attach(net, optimizer=optimizer, local=gh.LocalSteps({given}))"
     if method in SPARSE:
         selector = f"gh.{_SELECTORS[method]}(density={setting.density:g})"
         if detail:

@@ -188,8 +188,8 @@ class Herd:
         "ordering", "sampler" and "rows" are the same on all ranks. Residuals differ: with `gather`,
         rank 0's "sparsify" holds those of all ranks, so it is enough that it saves its state. That
         takes the memory of one fp32 model for each rank on rank 0's CPU (two with momentum). With
-        local steps it is "local", which within a phase also holds the weights of each rank: the
-        model's own state is that of one rank only. torch.distributed.checkpoint refuses to save
+        local steps it is "local", which also holds the weights of each rank: the model's own
+        state is that of one rank only. torch.distributed.checkpoint refuses to save
         it: give that `stateful()`.
 
         Args:
