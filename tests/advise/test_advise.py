@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -433,6 +434,23 @@ def test_the_arithmetic_needs_no_torch():
             if isinstance(node, ast.Import | ast.ImportFrom)
         }
         assert path.stem == "calibrate" or not any(name.startswith("torch") for name in modules)
+
+
+def test_what_is_rounded_up_to_the_next_unit_is_written_in_it():
+    assert units.format_bytes(999_600) == "1 MB" and units.format_bytes(999_400) == "999 kB"
+    assert units.format_rate(999.7e6) == "1 Gb/s" and units.format_rate(2.5) == "2.5 b/s"
+    assert units.format_seconds(0.9997) == "1 s" and units.format_seconds(999.6) == "1,000 s"
+    assert units.format_seconds(9.996e-4) == "1 ms" and units.format_seconds(3e-7) == "0.3 us"
+
+
+@pytest.mark.parametrize("rate", [2e6, 1e8, 1e9])
+@pytest.mark.parametrize("params", [1e7, 1e9])
+def test_advice_has_no_exponents_and_three_digits(params, rate):
+    link = NetworkLink(bandwidth=rate, latency=50e-6)
+    own = typical_overheads("cuda", params)
+    one = Setting(params=params, workers=8, link=link, backward=0.1, forward=0.05, overheads=own)
+    last = advise(one)["sentences"][-1]
+    assert "e+" not in last and not re.search(r"\d{3}\.\d|\d{2}\.\d{2}", last)
 
 
 def test_units_that_are_none_are_refused():

@@ -13,7 +13,7 @@ from gradherd.advise.measured import (
     accuracy_sentence,
     least_speedup,
 )
-from gradherd.advise.units import format_bytes, format_rate, format_seconds
+from gradherd.advise.units import format_bytes, format_digits, format_rate, format_seconds
 from gradherd.sparsify.message_sizes import MAX_COORDINATES
 
 # Grid of link speeds searched for the break-even, in bits per second: 20 per decade.
@@ -238,7 +238,7 @@ def _conclusion(
     elif rival.exchange != _best(steps, RIVALS).exchange:
         best = ", the best of torch's that has lost no more"
     gain = rival.step_seconds / chosen.step_seconds
-    times = "about as fast" if abs(gain - 1) < 0.03 else f"{gain:.3g} times as fast"
+    times = "about as fast" if abs(gain - 1) < 0.03 else f"{format_digits(gain)} times as fast"
     low, high = speedup_range(setting, chosen.exchange, rival.exchange)
     text = (
         f"So use {label(setting, chosen)}: {times} as {label(setting, rival)}{best} "
@@ -253,8 +253,8 @@ def _conclusion(
 
 def _between(low: float, high: float) -> str:
     # Three digits where the range is narrow, so that its ends differ; more would claim to know it.
-    form = ".2g" if high > 1.2 * low else ".2f"
-    least, most = f"{low:{form}}", f"{high:{form}}"
+    digits = 2 if high > 1.2 * low else 3
+    least, most = format_digits(low, digits), format_digits(high, digits)
     return f"{least} to {most} times" if least != most else f"{least} times"
 
 
