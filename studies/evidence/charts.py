@@ -260,10 +260,10 @@ def _series(figure: Figure, result: RunResult) -> Series:
                 raise ValueError(f"{figure.title}: no series {name!r}; known are {known}")
         return list(series[figure.x]), list(series[figure.y])
     record = result.record()
-    # Densities are also stored within epochs, where a controller that overshoots shows.
-    if figure.x == "step" and figure.y == "density" and record.density_by_step:
-        points = record.density_by_step
-        return [one["step"] for one in points], [one["mean"] for one in points]
+    # Older results also have densities within epochs, where a controller that overshoots shows.
+    points = result.figures.get("density_by_step")
+    if figure.x == "step" and figure.y == "density" and points:
+        return points["step"], points["mean"]
     values = [getattr(row, figure.y) for row in record.epochs]
     sizes = {
         "epoch": (1.0 for _ in record.epochs),

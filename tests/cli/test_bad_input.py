@@ -121,6 +121,7 @@ train digits --epoch 3 | there is no option or argument --epoch here: did you me
 train digits --epochs 1e3 | --epochs must be a whole number, got '1e3'
 train digits --batch-size 1.5 | --batch-size must be a whole number, got '1.5'
 train digits --weight-decay -1 | --weight-decay must be in [0, inf)
+train digits --json=yes | --json takes no value, got 'yes' (see
 train digits --lr-warmup 2 | --lr-warmup must be in [0, 1), got 2
 train digits --lr-schedule linear | --lr-schedule must be one of constant, cosine, got 'linear'
 train digits --optimizer lion | --optimizer must be one of sgd, adamw, got 'lion'
@@ -381,10 +382,7 @@ def test_a_file_that_holds_no_task(capsys, place, source, kind, words):
 def test_a_loss_that_cannot_be_trained(capsys, place, loss, words):
     # Runs side by side would train on zeros without a word.
     (place / "mine.py").write_text(f"{DIGITS}\n def loss(self, *args): return {loss}")
-    with pytest.raises(SystemExit) as stop:
-        main(["train", "mine.py:X", *QUICK])
-    check_refusal(stop.value.code, *(told := capsys.readouterr()), 2)
-    assert words in told.err
+    assert words in refused(capsys, "train", "mine.py:X", *QUICK)
 
 
 @pytest.mark.parametrize("rank", ["x", None])
@@ -437,15 +435,42 @@ def test_a_task_that_fails_leaves_no_empty_folder_above(capsys, place, out):
     refused(capsys, "train", "mine.py:Bad", *QUICK, *out, code=1)
 
 
-def test_a_task_that_fails_in_training_says_so_in_its_record(capsys, place):
+LATE_TASK = """
+from gradherd.lab.tasks.digits import Digits
+
+class Bad(Digits):
+    calls = 0
+    def metric(self, *args):
+        Bad.calls += 1
+        if Bad.calls > 2:
+            raise RuntimeError("the moon is full")
+        return 0.0
+"""
+
+
+def test_a_task_that_fails_before_it_is_trained_leaves_nothing(capsys, place):
+    # With the same --out, the call that is mended would be refused otherwise.
     (place / "mine.py").write_text(BAD_TASK.format(method="loss", error="RuntimeError"))
+    err = refused(capsys, "train", "mine.py:Bad", *QUICK, "--out", "out", code=1)
+    assert "RuntimeError: the moon is full" in err
+
+
+def test_a_task_that_fails_in_training_says_so_in_its_record(capsys, place):
+    (place / "mine.py").write_text(LATE_TASK)
     with pytest.raises(SystemExit) as stop:
-        main(["train", "mine.py:Bad", *QUICK, "--out", "out"])
+        main(["train", "mine.py:Bad", *QUICK, "--epochs", "3", "--out", "out"])
     out, err = capsys.readouterr()
     check_refusal(stop.value.code, out, err, 1)
-    assert "RuntimeError: the moon is full" in err
-    assert read_record(place / "out" / "record.json").status == "failed"
-    assert sorted(path.name for path in (place / "out").iterdir()) == ["record.json"]
+    assert "RuntimeError: the moon is full" in err and "--out out --resume" not in err
+    record = read_record(place / "out" / "record.json")
+    assert (record.status, len(record.epochs)) == ("failed", 1)
+
+
+def test_a_task_too_large_for_the_memory(capsys, place):
+    load = "import torch; torch.empty(10**15)"
+    (place / "mine.py").write_text(f"{DIGITS}\n def load(self, *args): {load}")
+    err = refused(capsys, "train", "mine.py:X", *QUICK, code=1)
+    assert err == "gradherd: out of memory: you tried to allocate 4000000000000000 bytes\n"
 
 
 def test_a_task_that_raises_value_error_has_failed(capsys, place):

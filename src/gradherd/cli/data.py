@@ -126,9 +126,9 @@ class DataCheckCommand:
         else:
             rows = [(e["name"], e["status"], e["problem"] or e["found"] or "") for e in sets]
             print_table(rows, ("set", "status", "where"), title=_searched(self.data_dir))
-        # After the table: it says what is damaged.
-        if any(entry["status"] == "damaged" for entry in sets):
-            raise SystemExit(1)
+        # After the table, which says what is wrong with them.
+        if damaged := [entry["name"] for entry in sets if entry["status"] == "damaged"]:
+            raise CommandFailed(f"damaged: {', '.join(damaged)}; fetch again what is damaged")
 
     def _entry(self, name: str, advance: Callable[[], None]) -> dict[str, Any]:
         from gradherd.lab.tasks.data_files import DamagedData

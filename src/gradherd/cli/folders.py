@@ -167,7 +167,14 @@ def _survivors(out: Path) -> str:
 
 
 def mark_unfinished(out: Path, status: str) -> None:
-    """Write into the records of runs that have not ended why they never will."""
+    """Write into the records of runs that have not ended why they never will.
+
+    A run that has trained nothing yet leaves no record: the same call may then use the folder.
+    """
     for path, record in intact_records(out):
-        if record.status == "running" and torchrun_rank() == 0:
+        if record.status != "running" or torchrun_rank() != 0:
+            continue
+        if [path] == [*path.parent.iterdir()]:  # neither an epoch nor a checkpoint
+            path.unlink()
+        else:
             write_record(dataclasses.replace(record, status=status), path.parent)

@@ -7,6 +7,7 @@ interrupted. Results go to stdout, progress and errors to stderr.
 
 import importlib
 import os
+import re
 import select
 import sys
 from collections.abc import Sequence
@@ -79,6 +80,9 @@ def main(args: Sequence[str] | None = None) -> None:
         kind = type(error).__name__
         if isinstance(error, MemoryError):  # sizes are options, so the advice is to lower them
             _fail(1, f"out of memory: {str(error) or 'try smaller sizes'}")
+        # Torch's own, on a CPU, between the name of a source file and a number of the system.
+        if asked := re.search(r"can't allocate memory: (you tried .*? bytes)", str(error)):
+            _fail(1, f"out of memory: {asked[1]}")
         if isinstance(error, OSError):  # a disk that is full, a file that is gone: no defect
             _fail(1, f"failed: {reason_of(error) or kind}")
         _fail(1, f"failed: {kind}: {error} (set GRADHERD_TRACEBACK=1 to see where)")

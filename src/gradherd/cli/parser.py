@@ -227,8 +227,11 @@ def parse(command: type[T], prog: str, words: Sequence[str]) -> T:
     try:
         values, rest = parser.parse_known_intermixed_args(list(words))
     except argparse.ArgumentError as error:
-        colon = "" if error.message.startswith("must ") else ":"
-        wrong = f"{error.argument_name}{colon} {error.message}"
+        message = error.message
+        if (unwanted := re.fullmatch("ignored explicit argument (.*)", message)) is not None:
+            message = f"takes no value, got {unwanted[1]}"
+        colon = "" if message.startswith(("must ", "takes ")) else ":"
+        wrong = f"{error.argument_name}{colon} {message}"
         raise UsageError(f"{wrong} (see {prog} --help)") from None
     if rest:
         near = did_you_mean(rest[0].partition("=")[0], [one.flag for one in options])

@@ -75,7 +75,6 @@ def record(
                 ordering_bytes=ordering,
                 density=share,
                 padding=None if picked is None else WORKERS * max(picked) / sum(picked),
-                load=picked,
                 residual_norm=None if picked is None else 3.0 - 2 * math.exp(-epoch / 5),
                 herding_bound=40 * math.exp(-0.2 * epoch) + 6
                 if "grab" in order
@@ -119,17 +118,8 @@ def record(
         start_loss=2.3,
         start_metric=9.8,
         epochs=rows[:done],
-        density_by_step=[] if density is None else _densities(chance, density, epochs),
     )
     return replace(made, **fields)
-
-
-def _densities(chance: random.Random, density: float, epochs: int) -> list[dict[str, float]]:
-    points = []
-    for step in range(0, 90 * epochs, 30):
-        mean = density * (1 + 0.3 * math.exp(-step / 100) + chance.gauss(0, 0.01))
-        points.append({"step": step, "mean": mean, "min": 0.93 * mean, "max": 1.08 * mean})
-    return points
 
 
 def orders(

@@ -94,13 +94,10 @@ def test_wrong_usage_is_one_line(capsys, tmp_path, args, complaint):
         ({"config": None}, "config is None, not a table"),
         ({"seed": "one"}, "seed is 'one', not an integer"),
         ({"density": "x"}, "density is 'x', not a number"),
-        ({"density_by_step": {}}, "density_by_step is not a list"),
-        ({"density_by_step": [{"step": 1}]}, "density_by_step holds {'step': 1}"),
         ({"epochs": None}, "damaged record"),
         ({"row": {"train_loss": "low"}}, "epoch 1: train_loss is 'low', not a number"),
         ({"row": {"seconds": None}}, "epoch 1: seconds is None, not a number"),
         ({"row": {"bytes": float("inf")}}, "epoch 1: bytes is inf"),
-        ({"row": {"load": [1, "x"]}}, "epoch 1: load is [1, 'x']"),
         ({"row": {"epoch": 4}}, "epoch 1: epoch is 4"),
     ],
 )

@@ -52,9 +52,6 @@ def test_a_record_comes_back_with_seven_digits(tmp_path, sparsify, density):
                 expected.steps,
                 expected.epoch,
             )
-            assert row.load is None
-        means = [point["mean"] for point in here.density_by_step]
-        assert len(means) <= 48 and bool(means) == (density is not None)
 
 
 def test_fifty_epochs_of_a_run_take_a_few_kilobytes(tmp_path):
@@ -63,7 +60,7 @@ def test_fifty_epochs_of_a_run_take_a_few_kilobytes(tmp_path):
     sparse = [result(record("d-rr", "topk", 0.01, seed, epochs=50)) for seed in range(5)]
     write_results(tmp_path / "sparse", "study", "compare", sparse)
     assert result_path(tmp_path, "an arm").stat().st_size < 5 * 2_500
-    assert result_path(tmp_path / "sparse", "an arm").stat().st_size < 5 * 6_000
+    assert result_path(tmp_path / "sparse", "an arm").stat().st_size < 5 * 3_500
 
 
 def test_the_same_results_are_the_same_bytes_in_any_order(tmp_path):

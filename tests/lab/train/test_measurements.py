@@ -1,29 +1,13 @@
-"""Environment, series, prefix sums and timers."""
+"""Environment and prefix sums."""
 
 import json
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gradherd.lab.train import measurements
-from gradherd.lab.train.measurements import BinnedSeries, hardware, herding_bound, versions
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=200), st.sampled_from([2, 4, 10]))
-def test_bins_hold_all_of_a_series(values, most):
-    series = BinnedSeries(most)
-    for value in values:
-        series.add(value)
-    bins = series.to_json()
-    assert len(bins) <= most
-    starts = [int(one["step"]) for one in bins]
-    for one, begin, end in zip(bins, starts, [*starts[1:], len(values)], strict=True):
-        part = values[begin:end]
-        assert one["mean"] == pytest.approx(sum(part) / len(part))
-        assert (one["min"], one["max"]) == (min(part), max(part))
+from gradherd.lab.train.measurements import hardware, herding_bound, versions
 
 
 def test_prefix_sums_are_bounded_as_by_hand():

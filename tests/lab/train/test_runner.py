@@ -103,7 +103,7 @@ def test_runs_of_one_plan(tmp_path):
         # Sparse arms take larger steps, and 64 examples are few: accuracy tells that they learn.
         assert last.train_loss < there.start_loss or last.metric > 30
         assert (last.density < 0.5) == (config.sparsify == "topk")
-        assert (last.load is None) == (config.sparsify == "dense")
+        assert (last.padding is None) == (config.sparsify == "dense")
         assert (last.ordering_bytes > 0) == (config.order == "cd-grab")
         parts = (last.data_seconds, last.compute_seconds, last.ordering_seconds)
         assert sum(parts) + last.exchange_seconds == pytest.approx(last.seconds, rel=0.01)

@@ -67,6 +67,7 @@ def test_a_task_that_returns_the_wrong_thing_is_told_so_in_a_sentence(capsys, tm
         ("TupleLoss", "loss() must return one number, .*, got a tuple"),
         ("TupleSplit", "load() must return a gradherd.lab.tasks.Split, got a tuple"),
         ("DatasetSplit", "train must be a tuple of tensors, .*, got a TensorDataset"),
+        ("ArraySplit", "train must be a tuple of tensors, .*, got a ndarray"),
         ("ShortLoss", "loss(model, *train) must be possible, with 3 arguments: too many"),
         ("NoNumber", "metric() must return one number, got a NoneType"),
     ):

@@ -31,7 +31,7 @@ def same(real, virtual, *, bits=True):
             assert evaluation == there[2]
             assert own.herding_bound == there[1].herding_bound
             assert own.residual_norm == there[1].residual_norm
-            assert (own.density, own.load) == (there[1].density, there[1].load)
+            assert (own.density, own.padding) == (there[1].density, there[1].padding)
         else:
             torch.testing.assert_close(weights, there[3], rtol=1e-3, atol=1e-4)
             assert evaluation.loss == pytest.approx(there[2].loss, rel=1e-3)

@@ -4,7 +4,7 @@ Results are committed, and a study may run in pieces on several machines: with a
 machines change different files, and with a line per run, a diff shows which seeds were added.
 
 Records of training runs are stored as columns, a few kilobytes a run: a column whose values are
-all equal is stored as one value, seconds as their mean, and the load of each worker is left out.
+all equal is stored as one value, and seconds as their mean.
 """
 
 import contextlib
@@ -31,8 +31,6 @@ from gradherd.lab.train.record import (
 FORMAT = 1
 _FINAL = ("done", "diverged")
 """Statuses of runs that need not be run again: a run that diverged would diverge again."""
-# The epoch is a row's position; the load has a value per worker, too many to commit.
-_NOT_COLUMNS = ("epoch", "load")
 _AVERAGED = tuple(
     field.name for field in dataclasses.fields(EpochRow) if field.name.endswith("seconds")
 )
@@ -40,8 +38,6 @@ _DESCRIPTION = (
     *("task", "description", "metric_name", "higher_is_better", "parameters"),
     *("train_examples", "test_examples", "start_loss", "start_metric"),
 )
-_MAX_POINTS = 48
-"""Points of a series over steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +62,7 @@ class RunResult:
     def record(self) -> RunRecord:
         """Return the record of a training run, as far as it is stored."""
         settings, columns = dict(self.settings), dict(self.figures)
-        count, steps = columns.pop("epochs"), columns.pop("density_by_step", None)
+        count = columns.pop("epochs")
         rows = [
             {
                 "epoch": at + 1,
@@ -74,8 +70,6 @@ class RunResult:
             }
             for at in range(count)
         ]
-        names = ("step", "mean", "min", "max")
-        points = zip(*(steps[name] for name in names), strict=True) if steps else ()
         return RunRecord.from_json(
             {
                 **self.about,
@@ -91,7 +85,6 @@ class RunResult:
                 "started": self.started,
                 "status": self.status,
                 "epochs": rows,
-                "density_by_step": [dict(zip(names, point, strict=True)) for point in points],
             }
         )
 
@@ -231,24 +224,10 @@ def describe_run(record: RunRecord) -> dict[str, Any]:
 
 
 def to_columns(record: RunRecord) -> dict[str, Any]:
-    """Return the epochs of a run as columns, and its density over steps in bins."""
-    rows = [dataclasses.asdict(row) for row in record.epochs]
-    names = [f.name for f in dataclasses.fields(EpochRow) if f.name not in _NOT_COLUMNS]
-    columns = {name: _column(name, [row[name] for row in rows]) for name in names}
-    if record.density_by_step:
-        width = -(-len(record.density_by_step) // _MAX_POINTS)
-        bins = [
-            record.density_by_step[at : at + width]
-            for at in range(0, len(record.density_by_step), width)
-        ]
-        columns["density_by_step"] = {
-            "step": [part[0]["step"] for part in bins],
-            "mean": [statistics.fmean(one["mean"] for one in part) for part in bins],
-            # Extremes survive the bins: they show a threshold that overshoots for a few steps.
-            "min": [min(one["min"] for one in part) for part in bins],
-            "max": [max(one["max"] for one in part) for part in bins],
-        }
-    return {"epochs": len(rows), **columns}
+    """Return the epochs of a run as columns; the epoch is a row's position."""
+    names = [one.name for one in dataclasses.fields(EpochRow) if one.name != "epoch"]
+    columns = {name: _column(name, [getattr(row, name) for row in record.epochs]) for name in names}
+    return {"epochs": len(record.epochs), **columns}
 
 
 def _column(name: str, values: list[Any]) -> Any:

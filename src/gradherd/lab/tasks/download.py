@@ -4,6 +4,7 @@ Files arrive in a temporary folder, are compared with the published sizes and ch
 then move to their final place: an interrupted download leaves nothing behind.
 """
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -64,6 +65,7 @@ def download_dataset(dataset: DataSet, root: Path, progress: DownloadProgress) -
             f"no download is known for {dataset.name!r}: {dataset.by_hand} into {root}"
         )
     folder = root / dataset.name if existing is None else existing.folder
+    created = [one for one in (root, *root.parents) if not one.exists()]
     try:
         root.mkdir(parents=True, exist_ok=True)
         # Below `root`, so that the final move is a rename within one file system.
@@ -87,6 +89,10 @@ def download_dataset(dataset: DataSet, root: Path, progress: DownloadProgress) -
     except OSError as error:
         why = error.strerror or error
         raise DownloadError(f"cannot write {dataset.name!r} into {root}: {why}") from None
+    finally:
+        for one in created:  # a download that failed leaves no empty folders
+            with contextlib.suppress(OSError):
+                one.rmdir()
     local = find_below(dataset, root)
     assert local is not None
     return local

@@ -37,11 +37,11 @@ class Split:
 
     def __post_init__(self) -> None:
         for name, tensors in (("train", self.train), ("test", self.test)):
-            columns = isinstance(tensors, tuple | list)
-            if not columns or not all(isinstance(one, Tensor) for one in tensors):
+            columns: list[object] = [*tensors] if isinstance(tensors, tuple | list) else [tensors]
+            if odd := [one for one in columns if not isinstance(one, Tensor)]:
                 raise BadTask(
                     f"{name} must be a tuple of tensors, one for each column, got a "
-                    f"{type(tensors).__name__}"
+                    f"{type(odd[0]).__name__}"
                 )
             sizes = [len(tensor) for tensor in tensors]
             # An empty part would only fail in the first mean over its examples.

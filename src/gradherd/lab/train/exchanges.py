@@ -29,7 +29,7 @@ from gradherd.flat import FlatSpec
 from gradherd.hooks.local_steps import MAX_CALLED_OFF, FlatWeights
 from gradherd.lab.train import POWERSGD
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.measurements import BinnedSeries, DeviceTimer
+from gradherd.lab.train.measurements import DeviceTimer
 from gradherd.lab.train.optimizers import (
     clip_and_step,
     make_optimizer,
@@ -50,8 +50,6 @@ class VirtualExchange(ABC):
     """One that all workers share, or one of each worker."""
     parameters: list[list[nn.Parameter]]
     """The trained parameters of each model, in the order of the flat gradients."""
-    series: BinnedSeries
-    """Densities of the exchanges."""
     mean: Tensor | None = None
     """(D,) the last average of gradients, before clipping; None if they are not averaged."""
     diverged: bool = False
@@ -74,7 +72,7 @@ class SharedModel(VirtualExchange):
     """One model for all workers, whose gradients are averaged: whole, sparsified or of low rank."""
 
     def __init__(self, config: RunConfig, model: nn.Module) -> None:
-        self.models, self.series = [model], BinnedSeries()
+        self.models = [model]
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         settings = None
         if config.density is not None and config.sparsify != POWERSGD:
@@ -115,7 +113,6 @@ class SharedModel(VirtualExchange):
             return mean_of_rows(grads, out=torch.empty_like(grads[0]))
         mean, metrics = self._workers.step(grads), self._workers.metrics
         counters.add_sparse(metrics)
-        self.series.add(metrics.get("density", 0.0))
         counters.bytes += self._workers.bytes
         counters.skipped_steps += not metrics  # called off: something was not finite
         return mean
@@ -147,7 +144,6 @@ class LocalModels(VirtualExchange):
         where: dict[str, Any] = {"dtype": self._weights[0].dtype, "device": device}
         self._workers = _sparse_workers(settings.sent, layout, config.workers, **where)
         self._outer = OuterOptimizer(settings, self._weights[0].read())
-        self.series = BinnedSeries()
         # (R, D) weights when the exchange began; its mean difference and buffers, not applied yet.
         self._pending: tuple[Tensor, Tensor | None, Tensor | None] | None = None
         self._taken = self._steps = self._called_off = 0
@@ -230,7 +226,6 @@ class LocalModels(VirtualExchange):
             counters.skipped_steps += 1
             return None, None
         counters.add_sparse(metrics)
-        self.series.add(metrics["density"])
         if self._settings.decay != 1:
             for worker in self._workers.workers:
                 worker.decay(self._settings.decay)
@@ -360,7 +355,6 @@ class LowRankWorkers:
         self._metrics: dict[str, Any] = {
             "density": sent / self._residuals.shape[1],
             "padding": 1.0,  # all workers send as much
-            "per_rank": [sent / size] * size,
             "bytes": mean_bytes(sent, size),
         }
         self.metrics: dict[str, Any] = {}

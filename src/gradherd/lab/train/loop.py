@@ -48,12 +48,12 @@ class RunWriter:
         """Record the evaluation before training."""
         self._update(start_loss=loss, start_metric=metric)
 
-    def add(self, row: EpochRow, density_by_step: list[dict[str, float]]) -> None:
+    def add(self, row: EpochRow) -> None:
         """Record an epoch."""
         if self._folder is not None:
             # Lines before the record: a reader that sees an epoch in the record finds its line.
             _append(self._folder / METRICS_FILE, _json_line(row))
-        self._update(epochs=[*self.record.epochs, row], density_by_step=density_by_step)
+        self._update(epochs=[*self.record.epochs, row])
 
     def end(self, status: str) -> RunRecord:
         """Record how the run ended and return the record."""
@@ -172,8 +172,7 @@ def run_epochs(
         for at, (own, evaluation) in enumerate(zip(counters, evaluations, strict=True)):
             if _diverged(writers[at].record):
                 continue  # This run has ended; the others of its stack continue.
-            row = own.row(number, configs[at].lr_at(number), evaluation, seconds)
-            writers[at].add(row, trainer.series[at].to_json())
+            writers[at].add(own.row(number, configs[at].lr_at(number), evaluation, seconds))
         progress.epoch(number, [evaluation.loss for evaluation in evaluations])
         if all(evaluation.loss is None for evaluation in evaluations):
             break  # All runs have diverged.

@@ -6,7 +6,6 @@ import platform
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -99,55 +98,6 @@ class DeviceTimer:
         events, self._events = self._events, []
         seconds, self._seconds = self._seconds, 0.0
         return seconds + sum(float(begin.elapsed_time(end)) for begin, end in events) / 1000
-
-
-@dataclass
-class BinnedSeries:
-    """A series of any length in at most a few hundred bins, each with its mean, min and max.
-
-    A record of a million steps stays small: when all bins are full, neighbours are merged.
-
-    >>> series = BinnedSeries(max_bins=2)
-    >>> for value in (1.0, 3.0, 5.0, 7.0, 9.0):
-    ...     series.add(value)
-    >>> [(b["step"], b["mean"], b["max"]) for b in series.to_json()]
-    [(0, 4.0, 7.0), (4, 9.0, 9.0)]
-    """
-
-    max_bins: int = 400
-    width: int = 1
-    """Values of a bin."""
-    bins: list[tuple[int, float, float, float]] = field(default_factory=list)
-    """Count, sum, min and max of each."""
-
-    def add(self, value: float) -> None:
-        """Append a value."""
-        if self.bins and self.bins[-1][0] < self.width:
-            count, total, low, high = self.bins[-1]
-            self.bins[-1] = count + 1, total + value, min(low, value), max(high, value)
-            return
-        if len(self.bins) == self.max_bins:
-            self._merge_neighbours()
-            self.add(value)
-            return
-        self.bins.append((1, value, value, value))
-
-    def _merge_neighbours(self) -> None:
-        """Halve the number of bins, each twice as wide."""
-        pairs = [self.bins[at : at + 2] for at in range(0, len(self.bins), 2)]
-        self.bins = [
-            (sum(b[0] for b in p), sum(b[1] for b in p), min(b[2] for b in p), max(b[3] for b in p))
-            for p in pairs
-        ]
-        # Bins stay equally wide, so a bin needs no step of its own.
-        self.width *= 2
-
-    def to_json(self) -> list[dict[str, float]]:
-        """Return the bins as the record stores them."""
-        return [
-            {"step": at * self.width, "mean": total / count, "min": low, "max": high}
-            for at, (count, total, low, high) in enumerate(self.bins)
-        ]
 
 
 def versions() -> dict[str, str]:

@@ -25,7 +25,7 @@ from gradherd.hooks.state import EXCHANGES, merge_states
 from gradherd.lab.tasks.task import Split, Task
 from gradherd.lab.train.checkpoint import Checkpointer, LoadedCheckpoint, NoUsableCheckpoint
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.measurements import BinnedSeries, can_track_prefix_sums, herding_bound
+from gradherd.lab.train.measurements import can_track_prefix_sums, herding_bound
 from gradherd.lab.train.optimizers import (
     clip_and_step,
     flat_grad,
@@ -37,6 +37,7 @@ from gradherd.lab.train.optimizers import (
     sparse_settings,
     worker_seed,
 )
+from gradherd.lab.train.record import build_dataclass
 from gradherd.lab.train.trainer import (
     EpochCounters,
     Evaluation,
@@ -136,7 +137,6 @@ class RankTrainer(Trainer):
         self._exchanges = 0  # of local steps
         self._diverged = False
         size = sum(p.numel() for p in self._parameters)
-        self.series = [BinnedSeries()]
         self.checkpointer: Checkpointer | None = None
         """Saves the run from time to time, if it is to be saved."""
         self.record: Callable[[], Any] | None = None
@@ -259,7 +259,6 @@ class RankTrainer(Trainer):
         elif self._config.density is None:
             return
         counters.add_sparse(metrics)
-        self.series[0].add(metrics.get("density", 0.0))
 
     def state(
         self, number: int, counters: EpochCounters, herd: dict[str, Any] | None = None
@@ -289,7 +288,6 @@ class RankTrainer(Trainer):
                 "model": dict(self.model.state_dict()),
                 "optimizer": self._optimizer.state_dict(),
                 "herd": herd,
-                "series": asdict(self.series[0]),
                 "record": None if self.record is None else self.record(),
             }
 
@@ -306,8 +304,7 @@ class RankTrainer(Trainer):
         own = checkpoint.part(self._world.rank) if checkpoint.workers == size else {}
         self.model.load_state_dict(shared["model"])
         self._optimizer.load_state_dict(shared["optimizer"])
-        self.counters = EpochCounters(**shared["counters"])
-        self.series = [BinnedSeries(**shared["series"])]
+        self.counters = build_dataclass(EpochCounters, shared["counters"])
         if checkpoint.workers == size:
             self._herd.load_state_dict(_herd_state(shared, own))
             set_rng_states(own["generators"], self._device)
@@ -321,8 +318,6 @@ class RankTrainer(Trainer):
             # Generators of other ranks cannot be continued; the step makes the seed a new one.
             seed = self._config.seed + checkpoint.step
             torch.manual_seed(worker_seed(seed, self._world.rank))
-            # Loads are per worker: those of another number of workers cannot be added to.
-            self.counters.load, self.counters.load_steps = [], 0
         epoch: int = shared["epoch"]
         return epoch
 

@@ -22,8 +22,6 @@ _MAX_VALUE = 1e100
 """Largest number; squares and sums of these stay finite."""
 _MAX_DEPTH = 16
 """Nesting of lists and mappings in a setting; the ones we write have two levels."""
-_POINT = {"step", "mean", "min", "max"}
-"""What an entry of `density_by_step` has."""
 _NON_FINITE_FIELDS = ("train_loss", "metric")
 _WORDS = {str: "a string", bool: "true or false", int: "an integer", float: "a number"}
 
@@ -32,16 +30,9 @@ def find_problem(record: "RunRecord") -> str | None:
     """Return what is wrong with the values of a record, by the types of its fields, or None."""
     for name, hint in _types(RunRecord).items():
         value = getattr(record, name)
-        if name == "density_by_step":
-            if not isinstance(value, list):
-                return "density_by_step is not a list"
-            for point in value:
-                has_all = isinstance(point, dict) and _POINT <= point.keys()
-                if not has_all or not all(map(is_number, point.values())):
-                    return f"density_by_step holds {short_repr(point)}"
-        elif name != "epochs" and not has_type(value, hint):
+        if name != "epochs" and not has_type(value, hint):
             return f"{name} is {short_repr(value)}, not {type_words(hint)}"
-        elif isinstance(value, dict) and (problem := _nested_problem(value)) is not None:
+        if isinstance(value, dict) and (problem := _nested_problem(value)) is not None:
             return f"{name} holds {problem}"
     for position, row in enumerate(record.epochs, 1):
         if row.epoch != position:
@@ -186,8 +177,6 @@ class EpochRow:
     """Fraction of the gradient that was sent, mean over steps; 1 for dense runs."""
     padding: float | None = None
     """Workers x largest selection / all selected, mean over steps; None for dense runs."""
-    load: list[float] | None = None
-    """Elements that each worker selected, mean over steps; None for dense runs."""
     residual_norm: float | None = None
     """Norm of worker 0's residual after this epoch; None if nothing is left for later steps."""
     skipped_steps: int = 0
@@ -233,8 +222,6 @@ class RunRecord:
     """Loss over the full training set before the first step."""
     start_metric: float | None = None
     epochs: list[EpochRow] = field(default_factory=list)
-    density_by_step: list[dict[str, float]] = field(default_factory=list)
-    """[{"step", "mean", "min", "max"}], each over the steps from `step` up to the next entry."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON values."""
@@ -250,8 +237,8 @@ class RunRecord:
             )
         try:
             # Fields are checked below; here only that they can be assigned at all.
-            rows = [_build_dataclass(EpochRow, row) for row in content["epochs"]]
-            record: RunRecord = _build_dataclass(cls, {**content, "epochs": rows})
+            rows = [build_dataclass(EpochRow, row) for row in content["epochs"]]
+            record: RunRecord = build_dataclass(cls, {**content, "epochs": rows})
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"damaged record: {error}") from None
         problem = find_problem(record)
@@ -260,8 +247,8 @@ class RunRecord:
         return record
 
 
-def _build_dataclass(kind: Any, values: Mapping[str, Any]) -> Any:
-    """Build a dataclass; ignore fields that a later version may have added."""
+def build_dataclass(kind: Any, values: Mapping[str, Any]) -> Any:
+    """Build a dataclass; ignore fields that another version has had."""
     known = {f.name for f in dataclasses.fields(kind)}
     return kind(**{key: value for key, value in values.items() if key in known})
 

@@ -22,7 +22,7 @@ from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.flat import FlatSpec
 from gradherd.lab.tasks.task import Split, Task, Tensors, carries_state, new_model
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.measurements import BinnedSeries, can_track_prefix_sums, herding_bound
+from gradherd.lab.train.measurements import can_track_prefix_sums, herding_bound
 from gradherd.lab.train.optimizers import FunctionalOptimizer
 from gradherd.lab.train.stacked_step import StackedStep
 from gradherd.lab.train.trainer import (
@@ -255,7 +255,6 @@ class StackedTrainer(Trainer):
             self._parameters,
             lambda grads: grads[without:] if sketch is None else sketch(grads[without:]),
         )
-        self.series = [BinnedSeries() for _ in configs]
         # Whole batches on several workers: the gradients that are averaged are the rows.
         self._gradients_are_rows = (
             first.unit == first.batch_size and first.workers > 1 and sketch is None

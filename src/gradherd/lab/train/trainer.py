@@ -4,7 +4,7 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -28,7 +28,6 @@ from gradherd.lab.tasks.task import (
     overrides,
 )
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.measurements import BinnedSeries
 from gradherd.lab.train.record import EpochRow, finite_or_none
 
 # Examples evaluated at once. Small models take many; for large ones a chunk is about as large as a
@@ -63,22 +62,13 @@ class EpochCounters:
     """Number of sparse steps; `density` and `padding` are sums over these."""
     density: float = 0.0
     padding: float = 0.0
-    load: list[float] = field(default_factory=list)
-    """Elements selected by each worker, summed over `load_steps`."""
-    load_steps: int = 0
-    """Fewer than `sparse_steps` if the number of workers has changed in this epoch."""
 
     def add_sparse(self, metrics: Mapping[str, Any]) -> None:
-        """Count a sparse step by its density, padding and per_rank; a dense step has no metrics."""
-        if not metrics:
-            return
-        self.sparse_steps += 1
-        self.density += metrics["density"]
-        self.padding += metrics["padding"]
-        self.load_steps += 1
-        # The number of workers is known with the first step.
-        before = self.load or [0.0] * len(metrics["per_rank"])
-        self.load = [sum(pair) for pair in zip(before, metrics["per_rank"], strict=True)]
+        """Count a sparse step by its density and padding; a dense step has no metrics."""
+        if metrics:
+            self.sparse_steps += 1
+            self.density += metrics["density"]
+            self.padding += metrics["padding"]
 
     def row(self, number: int, lr: float, evaluation: "Evaluation", seconds: float) -> EpochRow:
         """Return the epoch as a record has it; the evaluation after it took these seconds."""
@@ -90,7 +80,6 @@ class EpochCounters:
         means = {
             "density": self.density / self.sparse_steps if self.sparse_steps else 1.0,
             "padding": self.padding / self.sparse_steps if self.sparse_steps else None,
-            "load": [one / self.load_steps for one in self.load] if self.load else None,
             "residual_norm": finite_or_none(self.residual_norm),
             "herding_bound": finite_or_none(self.herding_bound),
             "compute_seconds": max(0.0, self.seconds - not_compute),
@@ -119,9 +108,6 @@ StepCallback = Callable[..., None]
 
 class Trainer(ABC):
     """Trains one or more runs side by side, an epoch at a time."""
-
-    series: list[BinnedSeries]
-    """Densities of all steps so far, for each run."""
 
     def __init__(self, config: RunConfig, task: Task, split: Split) -> None:
         """Put the examples where they are needed, and build the model from the seed of the run."""

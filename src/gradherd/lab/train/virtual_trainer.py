@@ -190,7 +190,6 @@ class VirtualTrainer(Trainer):
         make_exchange = SharedModel if config.local_steps is None else LocalModels
         self.exchange: VirtualExchange = make_exchange(config, self.model)
         exchange = self.exchange
-        self.series = [exchange.series]
         size = sum(parameter.numel() for parameter in exchange.parameters[0])
         self.sharding, self.ordering = make_ordering(config, len(split.train[0]))
         needs_rows = self.ordering.policy.needs_rows
