@@ -415,6 +415,26 @@ def test_an_out_in_a_folder_that_cannot_be_written_to(capsys, place):
     assert "--out 'locked/out'" in err and "Permission denied" in err
 
 
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("mine.py", "train mine.py:X"),
+        ("cube.npy", "replay order cube.npy"),
+        ("bad.toml", "study bad.toml"),
+        ("null/record.json", "report null"),
+    ],
+)
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
+def test_a_file_that_may_not_be_read(capsys, place, bad_files, name, call):
+    (place / "mine.py").write_text(DIGITS + " pass")
+    (place / name).chmod(0)
+    with pytest.raises(SystemExit) as stop:
+        main(call.split())
+    check_refusal(stop.value.code, *(told := capsys.readouterr()), 2)
+    assert name in told.err and "ermission denied" in told.err
+    assert not any(word in told.err for word in ("Errno", "damaged", "numbers"))
+
+
 @pytest.mark.parametrize("method", ["load", "model"])
 def test_a_task_that_fails_leaves_no_empty_folder(capsys, place, method):
     (place / "mine.py").write_text(BAD_TASK.format(method=method, error="RuntimeError"))

@@ -2,7 +2,10 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -129,3 +132,23 @@ def test_a_failure_leaves_no_process():
     with pytest.raises(RuntimeError):
         run_ranks(rank_functions.raise_on, 3, 0)
     assert multiprocessing.active_children() == []
+
+
+def hears_ctrl_c(part=None) -> bool:
+    return signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_no_process_hears_ctrl_c():
+    # In a new process: what starts first, and may unblock signals, has started here already.
+    script = (
+        "from gradherd.lab.ranks import run_parts, run_ranks\n"
+        "from tests.lab.test_ranks import hears_ctrl_c as fn\n"
+        "print([*run_ranks(fn, 2), *run_parts(fn, [1], 1, 'spawn'), fn()])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert ran.stdout == "[False, False, (0, False), True]\n", ran.stderr

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -253,7 +253,8 @@ def run_parts(
         ProcessDied: A process of the pool was killed.
     """
     with process_pool(min(count, len(parts)), method, *start) as pool:
-        futures = {pool.submit(in_pool, fn, part): at for at, part in enumerate(parts)}
+        with _deaf_to_ctrl_c():
+            futures = {pool.submit(in_pool, fn, part): at for at, part in enumerate(parts)}
         running = set(futures)
         while running:
             done, running = wait(running, _POLL_SECONDS if poll else None, FIRST_COMPLETED)
@@ -272,7 +273,7 @@ def run_parts(
 
 
 def _start_in_pool(end: Connection, start: Callable[..., None] | None, *args: Any) -> None:
-    # Ctrl-C reaches all processes of a terminal; it is the parent that ends this one.
+    # A server that a host program has started hears Ctrl-C, and so do its processes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_lifeline, args=(end,), daemon=True).start()
     torch.set_num_threads(1)  # The processes together already use the cores.
@@ -301,16 +302,30 @@ def start_fork_server(fn: Callable[..., Any]) -> None:
     multiprocessing.set_forkserver_preload([*_PRELOAD, *ours])
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
-    # Ctrl-C reaches every process of the terminal, but it is this process that ends the ranks.
-    masked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        forkserver.ensure_running()
+        with _deaf_to_ctrl_c():
+            forkserver.ensure_running()
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
         if before is None:
             del os.environ["OMP_NUM_THREADS"]
         else:
             os.environ["OMP_NUM_THREADS"] = before
+
+
+@contextlib.contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Let processes that are started inside never hear Ctrl-C.
+
+    It reaches every process of the terminal, but it is this process that ends the others. They must
+    be deaf from their first moment: until they have imported what they need, they would print a
+    traceback.
+    """
+    resource_tracker.ensure_running()  # Later, its start would unblock the signal.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -56,6 +56,8 @@ def open_array(path: Path, axes: tuple[str, ...]) -> NDArray[np.number]:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise ValueError(f"{name}: no such file") from None
+    except PermissionError:
+        raise ValueError(f"{name}: it may not be read: permission denied") from None
     except Exception as error:  # numpy reads the header as a Python literal: many kinds
         reason = printable(str(error), 200) or type(error).__name__
         if "objects" in reason:  # numpy speaks of dtypes and memory maps

@@ -126,4 +126,7 @@ def import_file(path: Path, what: str) -> ModuleType:
 
 
 def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:  # without the system's own number
+        text = ": ".join(filter(None, (error.strerror, str(error.filename or ""))))
+    return f"{type(error).__name__}: {' '.join(text.split())}"

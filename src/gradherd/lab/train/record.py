@@ -270,10 +270,11 @@ def read_record(path: Path) -> RunRecord:
     name = printable(path)
     try:
         content = json.loads(read_bounded(path).decode())
+    except OSError as error:  # It repeats the path, which the message has already.
+        raise ValueError(f"{name}: {error.strerror or error}") from None
     # RecursionError: nested brackets can be deeper than the stack of the parser.
-    except (ValueError, RecursionError, OSError) as error:
-        # An OSError repeats the path, which the message has already.
-        why = getattr(error, "strerror", None) or error
+    except (ValueError, RecursionError) as error:
+        why: object = error
         if isinstance(error, json.JSONDecodeError):
             why = f"no JSON after line {error.lineno}, column {error.colno}"
         raise ValueError(
