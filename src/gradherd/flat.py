@@ -94,25 +94,6 @@ class FlatSpec:
         spans = zip(self.names, self.offsets, self.numels, strict=True)
         return {name: slice(begin, begin + count) for name, begin, count in spans}
 
-    def flatten(self, tensors: Mapping[str, Tensor | None]) -> Tensor:
-        """Concatenate named tensors into one flat vector (D,).
-
-        A missing or None tensor (a parameter without gradient) becomes zeros. Names that are not
-        trainable parameters are ignored.
-        """
-        given = [tensors.get(name) for name in self.names]
-        # Zeros take dtype and device from the tensors that are given.
-        like = next((tensor for tensor in given if tensor is not None), torch.zeros(()))
-        parts = []
-        for name, shape, tensor in zip(self.names, self.shapes, given, strict=True):
-            if tensor is None:
-                parts.append(like.new_zeros(math.prod(shape)))
-            elif tuple(tensor.shape) != shape:
-                raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-            else:
-                parts.append(tensor.reshape(-1))
-        return torch.cat(parts) if parts else like.new_zeros(0)
-
     def views(self, vector: Tensor) -> dict[str, Tensor]:
         """Return each parameter's part of `vector` (..., D), as a view (..., *shape)."""
         if vector.shape[-1] != self.size:
@@ -160,7 +141,7 @@ def in_memory_order(flat: Tensor, like: Tensor) -> Tensor:
     """Return (n,) elements as a view in the shape of a tensor.
 
     A bucket of DDP holds elements in the memory order of the parameter, which for channels_last is
-    not the order of `flatten`.
+    not that of its dimensions.
     """
     dense = torch.empty_like(like, device="meta")  # keeps strides where they are dense
     return flat.as_strided(like.shape, dense.stride(), flat.storage_offset())

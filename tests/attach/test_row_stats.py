@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from gradherd.hooks.row_stats import RowFigures, signal_and_noise
+from gradherd.hooks.transports import RowFigures, signal_and_noise
 
 POPULATION = torch.tensor([[1.0, 2.0], [-1.0, 0.5], [3.0, 0.0]], dtype=torch.float64)
 

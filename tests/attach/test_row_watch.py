@@ -143,7 +143,7 @@ def test_prefix_sums_of_long_epochs_and_rows_are_a_lower_bound(monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_nothing_waits_for_the_gpu():
-    from gradherd.hooks.row_stats import RowFigures
+    from gradherd.hooks.transports import RowFigures
     from gradherd.ordering.bounds import HerdingWatch
 
     rows, seen = torch.randn(8, 1, 5000, device="cuda"), torch.ones(8, 1, dtype=torch.bool)

@@ -1,11 +1,10 @@
 """The slow, obvious reference: one example at a time through the model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
-from gradherd.flat import FlatSpec
 from gradherd.rows.capture import Capture
 
 
@@ -13,21 +12,26 @@ def loop_over_examples(
     model: nn.Module, losses: Callable[[slice], Tensor], examples: int
 ) -> Tensor:
     """Return (B, D) gradients of `losses(slice of one example)`."""
-    spec = FlatSpec.of(model)
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    trained = [p for p in model.parameters() if p.requires_grad]
     rows = []
     for i in range(examples):
-        grads = torch.autograd.grad(
-            losses(slice(i, i + 1)).sum(), list(named.values()), allow_unused=True
-        )
+        grads = torch.autograd.grad(losses(slice(i, i + 1)).sum(), trained, allow_unused=True)
         dense = (g.to_dense() if g is not None and g.is_sparse else g for g in grads)
-        rows.append(spec.flatten(dict(zip(named, dense, strict=True))))
+        rows.append(flattened(trained, dense))
     return torch.stack(rows)
 
 
 def batch_gradient(model: nn.Module) -> Tensor:
     """Return the gradients that backward left in the model: (D,)."""
-    return FlatSpec.of(model).flatten({name: p.grad for name, p in model.named_parameters()})
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return flattened(trained, [p.grad for p in trained])
+
+
+def flattened(parameters: Iterable[Tensor], grads: Iterable[Tensor | None]) -> Tensor:
+    """Return gradients of parameters as one vector (D,); missing ones are zero."""
+    both = zip(parameters, grads, strict=True)
+    parts = [torch.zeros_like(p) if grad is None else grad for p, grad in both]
+    return torch.cat([part.reshape(-1) for part in parts])
 
 
 def close(one: Tensor, two: Tensor) -> None:

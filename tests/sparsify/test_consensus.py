@@ -15,11 +15,11 @@ from gradherd.sparsify.consensus import (
     accept_largest,
     capacity,
     leading_bits,
-    message_length,
     pack,
     smallest_magnitude,
     unpack,
 )
+from gradherd.sparsify.message_sizes import index_bytes, magnitude_bytes
 from gradherd.sparsify.partitions import Blocks, recut
 from tests.sparsify.rank_work import normal
 
@@ -88,7 +88,8 @@ def test_offers_are_read_as_they_were_written(offered, compact, seed):
     indices, reach = offered
     scales = normal(seed + 9, 2, len(indices)).mul(4).exp()
     magnitudes = (normal(seed, 2, len(indices)) * scales).abs()
-    length = message_length(len(indices), reach, compact)
+    count = len(indices)
+    length = -(-index_bytes(count, reach) // 4) - (-magnitude_bytes(count, compact) // 4)
     messages = torch.stack(
         [pack(torch.tensor(indices, dtype=torch.int64), row, reach, compact) for row in magnitudes]
     )

@@ -62,6 +62,7 @@ from gradherd.hooks.transports import RankTransport
 from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import observe_slices
 from gradherd.ordering.sampler import OrderedSampler
+from gradherd.rows.module_hooks import do_nothing
 
 log = logging.getLogger("gradherd")
 
@@ -139,7 +140,7 @@ class SlicedTransport(RankTransport):
             # Ranks may have used parameters of different dtypes.
             block, sent = all_to_all(cut.float() if self._mixed else cut, self.world)
             slices = (block.to(torch.promote_types(block.dtype, torch.float32)),)
-            release = _nothing
+            release = do_nothing  # its memory is used once
             self._separate_bytes += sent
         self._decided = False
         # Running sums outlive a change of the scale, so slices must not depend on it.
@@ -454,7 +455,7 @@ class ShardedCoordination(SlicedTransport):
                     own = slices[:, self._columns[parameter.name]]
                     own.add_(block[:, at : at + width], alpha=factor)
                 at += width
-        return (slices,), _nothing  # filled again when the batch was signed
+        return (slices,), do_nothing  # filled again when the batch was signed
 
     def _drop_slices(self) -> None:
         self._blocks = []
@@ -468,7 +469,3 @@ class ShardedCoordination(SlicedTransport):
         for handle in self._handles:
             handle.remove()
         super().close()
-
-
-def _nothing() -> None:
-    """Stand for a release of memory that is used once."""

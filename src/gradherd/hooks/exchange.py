@@ -263,9 +263,12 @@ class GradientExchange(ModelExchange):
             anywhere, compared = all_gather(flags, self.peers)
             pairs = zip(self.parameters, anywhere.any(0).tolist(), strict=True)
             used = {name for name, is_used in pairs if is_used and name in present}
-        excluded = self._spans_without(used)
-        for span in excluded:
-            self._worker.feedback.exclude(*span)
+        # The gradients of what nobody has used stay as they are: a residual that was sent for it
+        # would be lost.
+        spans = self.layout.slices.items()
+        excluded = [(span.start, span.stop) for name, span in spans if name not in used]
+        for one in excluded:
+            self._worker.feedback.exclude(*one)
         outcome, sent = run(self._worker.script(), self.peers)
         sent += compared
         self.total_bytes += sent
@@ -283,11 +286,3 @@ class GradientExchange(ModelExchange):
         self._worker.commit(outcome, written=written, excluded=excluded)
         self._skipped_in_a_row = 0
         self._metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
-
-    def _spans_without(self, used: set[str]) -> list[tuple[int, int]]:
-        """Return where parameters are that nobody has used.
-
-        Their gradients stay as they are: a residual that was sent for them would be lost.
-        """
-        spans = self.layout.slices.items()
-        return [(span.start, span.stop) for name, span in spans if name not in used]

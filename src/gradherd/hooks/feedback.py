@@ -22,9 +22,8 @@ from gradherd.comm.collectives import all_gather
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.flat import FlatSpec
 from gradherd.hooks.parameter_hooks import watch_steps
-from gradherd.hooks.row_stats import RowFigures
 from gradherd.hooks.state import check_row_length
-from gradherd.hooks.transports import GatheringTransport, RowTransport
+from gradherd.hooks.transports import GatheringTransport, RowFigures, RowTransport
 from gradherd.ordering.batches import BatchTicket
 from gradherd.ordering.bounds import HerdingWatch
 from gradherd.ordering.coordination import check_same_version

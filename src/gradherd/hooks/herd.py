@@ -271,9 +271,7 @@ class Herd:
             saved_by: Number of ranks that saved what is to be loaded, if it was another number;
                 with the residuals of a sharded model, (replicas, shards) of the mesh.
         """
-        exchange = self._exchange
-        sharded = exchange if exchange is not None and exchange.sharded else None
-        return HerdState(self, saved_by, sharded)
+        return HerdState(self, saved_by, self._exchange)
 
     def detach(self) -> None:
         """Remove all hooks from model and sampler; the sampler keeps what it has learned.

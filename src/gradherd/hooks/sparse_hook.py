@@ -45,10 +45,9 @@ from gradherd.sparsify.worker import Placement, clip_together, scale_by
 
 def pieces(bucket: dist.GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the parameters of a bucket, each with its flat gradient in the bucket."""
-    flat, offset = bucket.buffer(), 0
-    for parameter in bucket.parameters():
-        yield parameter, flat[offset : offset + parameter.numel()]
-        offset += parameter.numel()
+    parameters = bucket.parameters()
+    parts = bucket.buffer().split([parameter.numel() for parameter in parameters])
+    yield from zip(parameters, parts, strict=True)
 
 
 class SparseHook(BucketHook, GradientExchange):

@@ -304,14 +304,13 @@ class HerdState:
         self,
         herd: "Herd",
         saved_by: tuple[int, int] | int | None = None,
-        sharded: "ModelExchange | None" = None,
+        exchange: "ModelExchange | None" = None,
     ) -> None:
-        """Wrap a herd, and its exchange if the model is `sharded`.
-
-        `saved_by` tells how many ranks saved what is to be loaded, as many as now by default.
-        """
-        self._herd, self._sharded = herd, sharded
-        self._mesh = (herd.world.size, 1) if sharded is None else sharded.mesh
+        """Wrap a herd; `saved_by` ranks, by default as many as now, saved what is to be loaded."""
+        self._herd, world = herd, herd.world
+        self._sharded = sharded = exchange if exchange is not None and exchange.sharded else None
+        self._mesh = (world.size, 1) if exchange is None else exchange.mesh
+        self._place = (world.rank, 0) if exchange is None else exchange.place
         if saved_by is None:
             saved_by = self._mesh
         elif sharded is None:
@@ -324,19 +323,13 @@ class HerdState:
             )
         self._saved_by = tuple(saved_by)
 
-    def _rank(self) -> int:
-        """Return which of the entries is this rank's own."""
-        if self._sharded is None:
-            return self._herd.world.rank
-        replica, shard = self._sharded.place
-        return replica * self._mesh[1] + shard
-
     @property
     def _names(self) -> list[str]:
         """Entries to save or load: this rank's own, or those that others have saved."""
         size, ranks = math.prod(self._saved_by), range(1)
         if self._saved_by == self._mesh:
-            ranks = range(self._rank(), self._rank() + 1)
+            own = self._place[0] * self._mesh[1] + self._place[1]
+            ranks = range(own, own + 1)
         elif self._sharded is None:  # else what is beside the tensors is equal, or starts again
             ranks = range(size)
         return [f"rank-{rank}-of-{size}" for rank in ranks]
@@ -355,8 +348,7 @@ class HerdState:
 
     def _replicas(self) -> range:
         """Return the saved replicas whose vectors this rank continues with."""
-        assert self._sharded is not None
-        (saved, _), (now, _), (own, _) = self._saved_by, self._mesh, self._sharded.place
+        (saved, _), (now, _), (own, _) = self._saved_by, self._mesh, self._place
         # As many replicas as before: each keeps its own residuals, in other shards.
         return range(own, own + 1) if saved == now else range(saved)
 

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradherd.sparsify.message_sizes import index_bytes, magnitude_bytes
+from gradherd.sparsify.message_sizes import index_bytes
 from gradherd.sparsify.packing import pack_indices, unpack_indices
 from gradherd.sparsify.partitions import LOAD_UNIT, Blocks, diffuse, even_cuts, recut, whole_loads
 
@@ -109,11 +109,6 @@ class PartitionState:
         start = torch.tensor(_NO_START, dtype=torch.float64)
         return cls(start, torch.tensor(even_cuts(count, workers)), loads)
 
-    @property
-    def is_first(self) -> Tensor:
-        """() bool, whether there was no step yet."""
-        return self.start[0] <= 0
-
     def to(self, device: torch.device) -> "PartitionState":
         """Return a copy on a device."""
         fields = (self.start, self.cuts, self.loads)
@@ -163,15 +158,10 @@ def smallest_magnitude(bits: Tensor) -> Tensor:
     return (bits << _DROPPED_BITS).view(torch.float32)
 
 
-def message_length(count: int, reach: int, compact: bool = False) -> int:
-    """Return how many int32 `count` offers take, whose indices are below `reach`."""
-    return -(-index_bytes(count, reach) // 4) - (-magnitude_bytes(count, compact) // 4)
-
-
 def pack(indices: Tensor, magnitudes: Tensor, reach: int, compact: bool = False) -> Tensor:
     """Write offers: (M,) ascending indices below `reach`, then the leading bits of magnitudes.
 
-    If `compact`, magnitudes take 8 bits. Returns (message_length(M, reach, compact),) int32.
+    If `compact`, magnitudes take 8 bits. Returns int32, whose number follows from M and `reach`.
     """
     packed, leading = pack_indices(indices, reach), leading_bits(magnitudes)
     # Zeros, not `empty`: the padding is sent, and messages should be the same in every run.
@@ -193,7 +183,7 @@ def unpack(
     words = -(-size // 4)
     packed = messages[:, :words].contiguous().view(torch.uint8)
     indices = unpack_indices(packed[:, :size], count, reach)
-    rest = messages[:, words : message_length(count, reach, compact)]
+    rest = messages[:, words:]
     if compact:
         below = rest[:, 1:].contiguous().view(torch.uint8)[:, :count]
         steps = (rest[:, :1] - below.int()).masked_fill_(below == 255, 0).clamp_(min=0)
@@ -370,7 +360,7 @@ def _with_next_start(
     """
     threshold, total, k = accepted.threshold.double(), candidates.sum(), len(accepted.indices)
     # A first step had no start; what it searched from says nothing.
-    first, ratio = state.is_first, state.start[1]
+    first, ratio = state.start[0] <= 0, state.start[1]
     # Adjusted by a few percent per step, and kept away from 0, where everything is a candidate,
     # and from 1, where the threshold of the next step may be below the start.
     few, many = total < _MIN_CANDIDATES * k, total > _MAX_CANDIDATES * k
