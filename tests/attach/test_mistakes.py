@@ -121,29 +121,48 @@ def test_a_loader_of_another_data_set_is_refused_before_the_first_batch(count, p
 
 def test_other_batches_may_be_looked_at():
     model, order = nn.Linear(3, 1), OrderedSampler(DATA, "cd-grab", batch_size=4)
-    attach(model, order=order)
+    herd = attach(model, order=order)
     large = DataLoader(DATA, batch_size=24, sampler=order)
     with torch.no_grad():
         for (x,) in large:
             model(x)
+    assert herd.metrics()["examples_fed_back"] == 0
     loader = DataLoader(DATA, batch_size=4, sampler=order)
     for (x,) in loader:
         model(x).square().mean().backward()
+    herd.finish()
+    assert herd.metrics()["total_examples_fed_back"] == 24
 
 
-def test_batches_of_ones_own_may_have_any_size():
+class Parts(BatchSampler):
+    """Batches of one's own: those of the sampler, in as many parts."""
+
+    count = 1
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            size = len(batch) // self.count
+            yield from (batch[at : at + size] for at in range(0, len(batch), size))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_batches_of_ones_own_are_those_of_the_sampler(count):
     """Their loader has no batch size, so what it asks for is counted."""
-
-    class Halves(BatchSampler):
-        def __iter__(self):
-            for batch in super().__iter__():
-                yield from (batch[:2], batch[2:])
-
     model, order = nn.Linear(3, 1), OrderedSampler(DATA, "cd-grab", batch_size=4)
-    attach(model, order=order)
-    for (x,) in DataLoader(DATA, batch_sampler=Halves(order, 4, False)):
-        model(x).square().mean().backward()
-        break
+    herd, batches = attach(model, order=order), Parts(order, 4, False)
+    batches.count = count
+
+    def epoch():
+        for (x,) in DataLoader(DATA, batch_sampler=batches):
+            model(x).square().mean().backward()
+        herd.finish()
+
+    if count == 1:
+        epoch()
+        assert herd.metrics()["total_examples_fed_back"] == 24
+    else:
+        with pytest.raises(RuntimeError, match="given 2 examples, but the batch has 4: one batch"):
+            epoch()
 
 
 @pytest.mark.parametrize("sharded", [False, True])

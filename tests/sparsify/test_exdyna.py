@@ -123,7 +123,7 @@ def test_the_online_form_is_that_of_the_reference(dim, size, scale, rotate):
     slow = OnlineExDyna(size, dim, 0.02, rotate=rotate)
     shape = torch.linspace(0.05, 0.3, dim) * scale
     forced = 0
-    for step in range(30):
+    for step in range(30 if dim < 10_000 else 12):  # the reference takes a while over long vectors
         grads = (normal(2 * step, 1, dim) + normal(2 * step + 1, size, dim)) * shape
         outcome = world.step(grads)
         indices, counts, mean = slow.reduce(grads.numpy())
