@@ -84,10 +84,20 @@ def test_an_arm_that_is_named_in_two_ways_is_trained_once(capsys):
 def test_rates_of_another_grid_are_not_kept_in_silence(capsys):
     tuned = [*COMPARE, "--seeds", 1, "--out", "a", "--tune"]
     assert call(capsys, *tuned, "lr=0.1,0.2")[0] == 0
-    assert call(capsys, *tuned, "lr=0.1,0.2", "--resume")[0] == 0
-    for grid in ("lr=0.5,0.7", "lr=0.1", "lr=0.1,0.2,0.4"):
-        code, _, err = call(capsys, *tuned, grid, "--resume")
-        assert code == 2 and "holds a tuning.json of other arms or rates" in err, err
+    before = {path: path.stat().st_mtime_ns for path in Path("a").rglob(RECORD_FILE)}
+    assert len(before) == 4 + 2
+    # Runs that tune are kept like others, those of a larger grid are added, and a page leaves
+    # them out. More seeds are no reason to choose again.
+    assert call(capsys, *tuned, "lr=0.1,0.2", "--resume", "--seeds", 2)[0] == 0
+    assert call(capsys, *tuned, "lr=0.1,0.2,1e-6", "--resume", "--seeds", 2)[0] == 0
+    after = {path: path.stat().st_mtime_ns for path in Path("a").rglob(RECORD_FILE)}
+    assert len(after) == 6 + 4 and before.items() <= after.items()
+    code, out, err = call(capsys, "report", "a", "--json")
+    assert code == 0, err
+    arms = json.loads(out)["comparisons"][0]["arms"]
+    assert [arm["seeds"] for arm in arms] == [[0, 1], [0, 1]]
+    code, _, err = call(capsys, *tuned, "lr=1e-6,1e-5", "--resume")
+    assert code == 2 and "holds a run with lr 0." in err, err
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="folders are not locked there")

@@ -154,7 +154,8 @@ def intact_records(out: Path) -> list[tuple[Path, RunRecord]]:
 
 def _survivors(out: Path) -> str:
     """Say what an interrupted or failed command has left, and how to continue; "" if nothing."""
-    records = [record for _, record in intact_records(out)]
+    found = [record for _, record in intact_records(out)]
+    records = [record for record in found if record.config.get("held_out") is None]
     done = sum(record.status in ("done", "diverged") for record in records)
     epochs = sum(len(record.epochs) for record in records)
     parts = []

@@ -43,7 +43,7 @@ DensityOption = Annotated[float | None, Arg(default=f"{DEFAULT_DENSITY:g}", pars
 TaskArgument = Annotated[str, Arg(metavar="TASK", positional=True)]
 MAX_PROCESSES = 256
 """Most worker processes on one machine. Each takes some 300 MB, and a slip starts thousands."""
-MAX_SEEDS = 10_000
+MAX_SEEDS = 10_000  # seeds beyond these tune learning rates
 
 
 def usable_device(name: str) -> torch.device:

@@ -5,11 +5,9 @@ What trains is imported by the functions that need it: it imports torch, and --h
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import sys
-import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -39,8 +37,8 @@ from gradherd.ordering.registry import POLICIES
 if TYPE_CHECKING:
     from gradherd.lab.train.record import RunRecord
 
-TUNING_FILE = "tuning.json"
-"""What --tune has tried and chosen."""
+TUNING_FOLDER = "tuning"
+"""Below --out: the runs of --tune, which no report takes for those that are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,30 +239,24 @@ class CompareCommand:
 
         if self.training.lr is not None:
             raise UsageError("--lr and --tune lr=... both choose the learning rate: drop one")
-        try:
+        with usage_errors():
             check_can_hold_out(named_task(self.task))
-        except UsageError:
-            raise
-        except ValueError as error:
-            raise UsageError(f"--tune: {error}") from None
 
     def _tuned(self, configs: list[RunConfig], out: Path) -> list[RunConfig]:
         """Return the runs with the best rate of each arm."""
-        from gradherd.cli.launch import train_runs
+        from gradherd.cli.launch import train_missing
         from gradherd.lab.train.tuning import best_rates, tuning_runs, with_rates
 
         runs = tuning_runs(configs, self.tune)
-        if self.resume and (chosen := _chosen_before(runs, out)) is not None:
-            return with_rates(configs, chosen)
-        # Their records are not part of the comparison.
-        with tempfile.TemporaryDirectory(prefix="gradherd-tuning-") as folder:
-            records = train_runs(runs, Path(folder), self.training)
+        records = train_missing(runs, out / TUNING_FOLDER, self.training, resume=self.resume)
         try:
             best = best_rates(runs, records)
         except ValueError as error:
             raise CommandFailed(str(error)) from None
-        if torchrun_rank() == 0:
-            _keep_tuning(runs, records, best, out)
+        for (order, exchange, _), rate in best.items() if torchrun_rank() == 0 else ():
+            at_edge = rate in (min(self.tune), max(self.tune))
+            hint = " (at the edge of the grid: a wider one may be better)" if at_edge else ""
+            print(f"gradherd: {order} with {exchange}: lr {rate:g}{hint}", file=sys.stderr)
         return with_rates(configs, best)
 
     def _print(self, records: list[RunRecord], page: Path) -> None:
@@ -312,53 +304,3 @@ class CompareCommand:
         # Last, since it reads folders; wrong options are reported first.
         check_data(task, self.training.data_dir, configs)
         return configs
-
-
-def _chosen_before(
-    runs: list[RunConfig], out: Path
-) -> dict[tuple[str, str, float | None], float] | None:
-    """Return the rates that a comparison which is resumed has chosen; None if it had not yet."""
-    if not (out / TUNING_FILE).exists():
-        return None
-    try:
-        tried = {
-            (one["order"], one["sparsify"], one["density"], float(one["lr"])): one["chosen"]
-            for one in json.loads((out / TUNING_FILE).read_text())["tuning"]
-        }
-    except (ValueError, KeyError, TypeError):
-        tried = {}
-    arms, asked = {run.arm for run in runs}, {(*run.arm, run.lr) for run in runs}
-    # Of another grid, or of another arm, the best may be another rate.
-    if {key for key in tried if key[:3] in arms} != asked:
-        raise UsageError(
-            f"--out {str(out)!r} holds a {TUNING_FILE} of other arms or rates, or a damaged one: "
-            "name a new folder"
-        )
-    return {key[:3]: key[3] for key, chosen in tried.items() if chosen}
-
-
-def _keep_tuning(
-    runs: list[RunConfig],
-    records: list[RunRecord],
-    best: dict[tuple[str, str, float | None], float],
-    out: Path,
-) -> None:
-    """Write what was tried to tuning.json, and say what was chosen on stderr."""
-    from gradherd.lab.train.record import write_atomic
-
-    tried = [
-        {
-            "order": config.order,
-            "sparsify": config.exchange,
-            "density": config.density,
-            "lr": config.lr,
-            "held_out_loss": record.epochs[-1].metric if record.epochs else None,
-            "chosen": best[config.arm] == config.lr,
-        }
-        for config, record in zip(runs, records, strict=True)
-    ]
-    write_atomic(out / TUNING_FILE, json.dumps({"tuning": tried}, indent=1) + "\n")
-    for arm, rate in best.items():
-        at_edge = rate in (min(c.lr for c in runs), max(c.lr for c in runs))
-        hint = " (at the edge of the grid: a wider one may be better)" if at_edge else ""
-        print(f"gradherd: {arm[0]} with {arm[1]}: lr {rate:g}{hint}", file=sys.stderr)

@@ -97,7 +97,9 @@ def find_records(folders: Sequence[Path]) -> list[tuple[Path, RunRecord]]:
             )
         for path in matches:  # Folders may overlap; a run counts once.
             paths.setdefault(Path(os.path.realpath(path)), path)
-    records = [(path, read_record(path)) for path in paths.values()]
+    found = [(path, read_record(path)) for path in paths.values()]
+    # Runs that hold examples out have chosen a learning rate; they are not compared.
+    records = [one for one in found if one[1].config.get("held_out") is None]
     check_unique([record for _, record in records], [printable(path) for path, _ in records])
     # The arm of the first run becomes the baseline: the names of folders must not decide that.
     return sorted(records, key=lambda one: one[1].started)
