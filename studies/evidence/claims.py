@@ -28,14 +28,13 @@ from gradherd.lab.report.stats import (
     MIN_SEEDS,
     Family,
     PairedDifference,
-    finite,
     mean_std,
     paired_difference,
 )
 from gradherd.lab.study.results import RunResult
 from gradherd.lab.study.run import current_results
 from gradherd.lab.text import check_known, counted, in_bytes, mean_and_std, p_value
-from gradherd.lab.train.record import RunRecord
+from gradherd.lab.train.record import RunRecord, finite
 from studies.evidence.file import PAIRED, Claim, PageStudy
 
 CONFIRMED, WEAKER, NOT_CONFIRMED = "confirmed", "weaker", "not confirmed"

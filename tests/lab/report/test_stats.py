@@ -3,7 +3,8 @@ import random
 
 import pytest
 
-from gradherd.lab.report.stats import finite, mean_std, paired_difference
+from gradherd.lab.report.stats import mean_std, paired_difference
+from gradherd.lab.train.record import finite
 
 
 def test_spread_by_hand():

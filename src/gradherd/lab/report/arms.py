@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradherd.lab.report.stats import MeanStd, finite, mean_std
+from gradherd.lab.report.stats import MeanStd, mean_std
 from gradherd.lab.text import printable
-from gradherd.lab.train.record import RECORD_FILE, RunRecord, read_record
+from gradherd.lab.train.record import RECORD_FILE, RunRecord, finite, read_record
 
 TIME_PARTS = ("data", "compute", "ordering", "exchange", "other")
 """Parts that the seconds of an epoch are split into."""

@@ -11,9 +11,10 @@ from gradherd.lab.report.arms import (
     mean_seconds,
 )
 from gradherd.lab.report.comparison import Comparison
-from gradherd.lab.report.stats import MeanStd, finite
+from gradherd.lab.report.stats import MeanStd
 from gradherd.lab.report.svg import ChartLine, page_chart
 from gradherd.lab.text import counted, in_bytes, in_seconds, listed, printable, significant
+from gradherd.lab.train.record import finite
 
 X_AXES: Mapping[str, tuple[str, Callable[[float], str] | None]] = {
     "epochs": ("epoch", None),

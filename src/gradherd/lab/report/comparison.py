@@ -18,9 +18,9 @@ from gradherd.lab.report.arms import (
     values_over,
 )
 from gradherd.lab.report.provenance import caveats
-from gradherd.lab.report.stats import PairedDifference, finite, paired_difference
+from gradherd.lab.report.stats import PairedDifference, paired_difference
 from gradherd.lab.text import printable
-from gradherd.lab.train.record import RunRecord
+from gradherd.lab.train.record import RunRecord, finite
 
 QUESTIONS = {
     "order": "Does a better order need fewer epochs?",

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gradherd.lab.report.arms import ArmSummary, diverged
-from gradherd.lab.report.stats import finite
 from gradherd.lab.text import counted, in_bytes, listed, printable, significant
+from gradherd.lab.train.record import finite
 
 COMPARED = ("order", "sparsify", "density", "local_steps", "seed")
 """Settings that are meant to differ between runs."""

@@ -26,6 +26,8 @@ from typing import Literal
 # Not scipy.stats, which takes most of a second to import; its t distribution calls these.
 from scipy.special import stdtr, stdtrit  # type: ignore[import-untyped]
 
+from gradherd.lab.train.record import finite
+
 MIN_SEEDS = 3
 """Fewer seeds show no difference."""
 LEVEL = 0.05
@@ -63,11 +65,6 @@ class PairedDifference:
     def excludes_zero(self) -> bool:
         """Whether the interval excludes zero."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
-
-
-def finite(value: float | None) -> float | None:
-    """Return the value if it is a finite number, else None."""
-    return None if value is None or not math.isfinite(value) else float(value)
 
 
 def mean_std(values: Sequence[float | None]) -> MeanStd:

@@ -253,9 +253,9 @@ def build_dataclass(kind: Any, values: Mapping[str, Any]) -> Any:
     return kind(**{key: value for key, value in values.items() if key in known})
 
 
-def finite_or_none(value: float | None) -> float | None:
-    """Return a value that JSON can represent: None if there is none or it is not finite."""
-    return value if value is not None and math.isfinite(value) else None
+def finite(value: float | None) -> float | None:
+    """Return the value if it is a finite number, which JSON can represent, else None."""
+    return None if value is None or not math.isfinite(value) else float(value)
 
 
 def write_record(record: RunRecord, folder: Path) -> None:

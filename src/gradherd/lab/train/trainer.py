@@ -28,7 +28,7 @@ from gradherd.lab.tasks.task import (
     overrides,
 )
 from gradherd.lab.train.config import RunConfig
-from gradherd.lab.train.record import EpochRow, finite_or_none
+from gradherd.lab.train.record import EpochRow, finite
 
 # Examples evaluated at once. Small models take many; for large ones a chunk is about as large as a
 # few training steps. A GPU has the memory for more, and would wait for the host otherwise.
@@ -80,8 +80,8 @@ class EpochCounters:
         means = {
             "density": self.density / self.sparse_steps if self.sparse_steps else 1.0,
             "padding": self.padding / self.sparse_steps if self.sparse_steps else None,
-            "residual_norm": finite_or_none(self.residual_norm),
-            "herding_bound": finite_or_none(self.herding_bound),
+            "residual_norm": finite(self.residual_norm),
+            "herding_bound": finite(self.herding_bound),
             "compute_seconds": max(0.0, self.seconds - not_compute),
         }
         return EpochRow(
@@ -254,7 +254,7 @@ def full_loss(
         if not world.rank:
             with eval_mode(model):
                 whole.fill_(task.whole_loss(model, *tensors))
-        return finite_or_none(float(all_reduce(whole, world).value))
+        return finite(float(all_reduce(whole, world).value))
     chunks = list(zip(*(tensor.split(chunk) for tensor in tensors), strict=True))
     sums = torch.zeros(len(chunks), dtype=torch.float64, device=tensors[0].device)
     with eval_mode(model):
@@ -284,4 +284,4 @@ def evaluate(
         # A metric that forgets to would count its examples in the statistics of batch norms.
         with eval_mode(model):
             metric = as_metric(task, task.metric(model, *split.test))
-    return Evaluation(loss, finite_or_none(metric))
+    return Evaluation(loss, finite(metric))
