@@ -44,15 +44,6 @@ attached_models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Models (inside DDP) that a herd is attached to: a second would claim each batch once more."""
 
 
-def refuse_attached(model: nn.Module) -> None:
-    """Raise ValueError if a herd is attached to a model (inside DDP: to what DDP wraps)."""
-    if inner(model) in attached_models:
-        raise ValueError(
-            "model is attached already: call detach() of the herd that attach() returned for it, "
-            "and give order, sparsify and local in one call"
-        )
-
-
 class OrderFeedback(Feeder):
     """Feeds a model's gradients back to its sampler."""
 
@@ -178,7 +169,10 @@ class OrderFeedback(Feeder):
         # collectives in step. Later orders are compared along with the claims.
         if not self._checked_orders:
             self._checked_orders = True
-            check_same_orders(self.sampler, self._device)
+            # A version has 64 bits without a sign, an int64 has one.
+            ordering, world = self.sampler.ordering, self.sampler.world
+            version = torch.tensor(int(ordering.version, 16) - 2**63, device=self._device)
+            check_same_version(all_gather(version, world).value.tolist(), ordering.epoch)
         self._fed_back += 0 if claim is None else claim.examples
         if claim is not None and self.sampler.finishing_rest:
             self._transport.feed(None, self._loss_scale)
@@ -300,11 +294,3 @@ class OrderFeedback(Feeder):
 
 
 _NO_CONTEXT = contextlib.nullcontext()
-
-
-def check_same_orders(sampler: OrderedSampler, device: torch.device) -> None:
-    """Raise if ranks hold different orders."""
-    # A version has 64 bits without a sign, an int64 has one.
-    version = torch.tensor(int(sampler.ordering.version, 16) - 2**63, device=device)
-    versions = all_gather(version, sampler.world).value.tolist()
-    check_same_version(versions, sampler.ordering.epoch)

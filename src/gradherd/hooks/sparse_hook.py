@@ -17,7 +17,7 @@ Shapes: D elements of all parameters, or of this rank's shards, in the flat vect
 are sent.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,13 +41,6 @@ from gradherd.rows.torch_names import call_after_backward, current_backward
 from gradherd.sparsify.gpu_worker import GpuSteps, runs_on_device
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.worker import Placement, clip_together, scale_by
-
-
-def pieces(bucket: dist.GradBucket) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the parameters of a bucket, each with its flat gradient in the bucket."""
-    parameters = bucket.parameters()
-    parts = bucket.buffer().split([parameter.numel() for parameter in parameters])
-    yield from zip(parameters, parts, strict=True)
 
 
 class SparseHook(BucketHook, GradientExchange):
@@ -119,12 +112,15 @@ class SparseHook(BucketHook, GradientExchange):
         # Once per backward: the loss scale may change between steps, and residuals of earlier
         # steps must stay comparable.
         self._worker.begin(self._scaler.get_scale() if self._scaler else 1.0)
-        for parameter, piece in (one for bucket in buckets for one in pieces(bucket)):
-            if parameter in self._slices:
-                # Cleared in the same kernel: `_write` writes only what was sent.
-                self._worker.add(self._slices[parameter].start, piece, clear=True)
-            else:  # It was frozen when the hook was attached, so it has no residual.
-                self._average_whole(piece)
+        for bucket in buckets:
+            parameters = bucket.parameters()
+            parts = bucket.buffer().split([parameter.numel() for parameter in parameters])
+            for parameter, part in zip(parameters, parts, strict=True):
+                if parameter in self._slices:
+                    # Cleared in the same kernel: `_write` writes only what was sent.
+                    self._worker.add(self._slices[parameter].start, part, clear=True)
+                else:  # It was frozen when the hook was attached, so it has no residual.
+                    self._average_whole(part)
         self._run(self._present, None if self._usage is None else self._usage.take())
 
     def _write(self, indices: Tensor, mean: Tensor, used: set[str]) -> Tensor:

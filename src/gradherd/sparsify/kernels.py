@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradherd.gpu import has_triton
-from gradherd.sparsify.marks import Marks
+from gradherd.sparsify.marks import TILE, Marks
 
 # Elements that `topk_indices` samples for its first guess of a threshold.
 _SAMPLES = 8192
@@ -23,8 +23,10 @@ _CHUNK = 131_072
 
 
 def marks_for(values: Tensor) -> Marks:
-    """Return memory for the marks of (D,) values, where kernels make them."""
-    return Marks.of_size(len(values) if _triton_for(values) else 0, values.device)
+    """Return memory for the marks of (D,) values, a multiple of TILE, where kernels make them."""
+    size = len(values) if _triton_for(values) else 0
+    words = values.new_zeros(size // 32, dtype=torch.int32)
+    return Marks(words, values.new_zeros(size // TILE, dtype=torch.int32))
 
 
 def add(

@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 TILE = 8192
@@ -19,12 +18,6 @@ class Marks(NamedTuple):
     """(D / 32,) int32, one bit for each value."""
     counts: Tensor
     """(D / TILE,) int32 bits set in each tile."""
-
-    @classmethod
-    def of_size(cls, size: int, device: torch.device) -> "Marks":
-        """Return memory for the marks of `size` values, a multiple of TILE."""
-        words = torch.zeros(size // 32, dtype=torch.int32, device=device)
-        return cls(words, torch.zeros(size // TILE, dtype=torch.int32, device=device))
 
     def part(self, begin: int, count: int) -> "Marks":
         """Return the marks of `count` values from `begin` on, which is a multiple of TILE."""

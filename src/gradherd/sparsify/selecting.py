@@ -116,7 +116,7 @@ def select(
         selection = yield from script
         if known is not None:
             known.append(selection)
-    if not _is_built_in(method):
+    if not type(method).__module__.startswith("gradherd."):
         yield from _check_selection(selection, step, method)
     # A worker loads a saved state only if `begin` makes one to compare it with.
     if (selection.state is None) != (step.state is None):
@@ -134,10 +134,6 @@ def select(
 _COMPARED_FIRST, _COMPARED_EVERY = 3, 100
 # Terms of a checksum are below the prime, so their sum fits 64 bits.
 _PRIME, _FACTOR = 2**31 - 1, 48_271
-
-
-def _is_built_in(method: Selector) -> bool:
-    return type(method).__module__.startswith("gradherd.")
 
 
 def _check_selection(selection: Selection, step: Step, method: Selector) -> Script[None]:
