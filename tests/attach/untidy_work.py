@@ -85,7 +85,7 @@ def uneven_skips(where, rows, naming):
 
 def _sketched(gradient, net):
     from gradherd.flat import FlatSpec
-    from gradherd.rows.sketch import count_sketch
+    from gradherd.rows.sketch import CountSketch
 
     spec, settings = FlatSpec.of(net), gh.SketchRows(size=256)
 
@@ -93,7 +93,7 @@ def _sketched(gradient, net):
         row, total = gradient(indices).float(), 0.0
         for offset, numel in zip(spec.offsets, spec.numels, strict=True):
             piece = row[offset : offset + numel]
-            total = total + count_sketch(piece, settings.size, settings.seed, offset=offset)
+            total = total + CountSketch(settings.size, settings.seed)(piece, offset=offset)
         return total
 
     return sketch

@@ -18,7 +18,6 @@ from gradherd.rows.settings import SketchRows
 from gradherd.rows.sketch import (
     CountSketch,
     buckets_and_signs,
-    count_sketch,
     hashed_permutation,
     hashes,
     random_signs,
@@ -49,23 +48,23 @@ def test_count_sketch_by_slices_is_that_of_the_whole(
 ) -> None:
     cut = min(cut, size)
     vector = torch.randn(size, dtype=torch.float64)
-    whole = count_sketch(vector, k, seed)
+    whole = CountSketch(k, seed)(vector)
     close(whole, explicit(vector, k, seed))
-    parts = count_sketch(vector[:cut], k, seed) + count_sketch(vector[cut:], k, seed, offset=cut)
+    parts = CountSketch(k, seed)(vector[:cut]) + CountSketch(k, seed)(vector[cut:], offset=cut)
     close(whole, parts)
 
 
 def test_count_sketch_of_several_vectors_at_once() -> None:
     vectors = torch.randn(3, 2, 50, dtype=torch.float64)
     for k in (4, 7, 64):
-        close(count_sketch(vectors, k, 1, name="w"), explicit(vectors, k, 1, "w"))
+        close(CountSketch(k, 1)(vectors, name="w"), explicit(vectors, k, 1, "w"))
 
 
 def test_inner_products_are_right_on_average() -> None:
     torch.manual_seed(0)
     vectors = torch.randn(4, 300, dtype=torch.float64) + torch.randn(300, dtype=torch.float64)
     gram, k, count = vectors @ vectors.T, 64, 300
-    sketches = torch.stack([count_sketch(vectors, k, seed) for seed in range(count)])
+    sketches = torch.stack([CountSketch(k, seed)(vectors) for seed in range(count)])
     products = sketches @ sketches.transpose(1, 2)
     error = products.std(0) / count**0.5
     assert ((products.mean(0) - gram).abs() < 4.5 * error).all()
@@ -114,15 +113,15 @@ def test_hashes_are_gone_when_nothing_is_attached(unit: int) -> None:
 
 
 def test_a_long_vector_is_sketched_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[count_sketch.__module__], "_MAX_TEMPORARY", 50)
+    monkeypatch.setattr(sys.modules[CountSketch.__module__], "_MAX_TEMPORARY", 50)
     vector = torch.randn(333, dtype=torch.float64)
-    close(CountSketch(8, 1).long(vector), count_sketch(vector, 8, 1))
+    close(CountSketch(8, 1).long(vector), CountSketch(8, 1)(vector))
 
 
 def test_equal_seeds_give_equal_sketches_in_every_process() -> None:
     code = (
-        "import torch; from gradherd.rows.sketch import count_sketch;"
-        "torch.manual_seed(5); print(count_sketch(torch.arange(1000.0), 8, 3, name='w').tolist())"
+        "import torch; from gradherd.rows.sketch import CountSketch;"
+        "torch.manual_seed(5); print(CountSketch(8, 3)(torch.arange(1000.0), name='w').tolist())"
     )
     runs = {
         subprocess.run(
@@ -130,12 +129,12 @@ def test_equal_seeds_give_equal_sketches_in_every_process() -> None:
         ).stdout
         for _ in range(2)
     }
-    assert runs == {f"{count_sketch(torch.arange(1000.0), 8, 3, name='w').tolist()}\n"}
+    assert runs == {f"{CountSketch(8, 3)(torch.arange(1000.0), name='w').tolist()}\n"}
 
 
 def test_no_global_generator_is_used() -> None:
     state = torch.get_rng_state()
-    count_sketch(torch.randn(100, generator=torch.Generator()), 7, 11)
+    CountSketch(7, 11)(torch.randn(100, generator=torch.Generator()))
     random_signs(11, "unseen before", 30, 7)
     hashed_permutation(11, "unseen before", 30)
     assert torch.equal(state, torch.get_rng_state())
@@ -171,11 +170,11 @@ def test_a_permutation_has_every_position_once(count: int, seed: int) -> None:
 
 def test_an_invalid_size_raises() -> None:
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):
-        count_sketch(torch.ones(3), 0, 0)
+        CountSketch(0, 0)(torch.ones(3))
     with pytest.raises(ValueError, match="k must be at least 1, got -2"):
-        count_sketch(torch.ones(4, 3), -2, 0)
+        CountSketch(-2, 0)(torch.ones(4, 3))
     with pytest.raises(ValueError, match="offset must not be negative, got -1"):
-        count_sketch(torch.ones(3), 2, 0, offset=-1)
+        CountSketch(2, 0)(torch.ones(3), offset=-1)
 
 
 def test_orders_by_sketches_of_batches_balance_like_exact_ones():
@@ -190,7 +189,7 @@ def test_orders_by_sketches_of_batches_balance_like_exact_ones():
         # Batches of a few kinds: gradients of low rank, and noise.
         vectors = torch.randn(96, 8) @ torch.randn(8, 3000) + torch.randn(96, 3000)
         random = statistics.mean(longest(vectors, torch.randperm(96)) for _ in range(10))
-        for name, rows in (("exact", vectors), ("sketch", count_sketch(vectors, 1024, 0))):
+        for name, rows in (("exact", vectors), ("sketch", CountSketch(1024, 0)(vectors))):
             ordering = Ordering(make_policy("grab"), [96], seed=seed)
             for _ in range(6):
                 ordering.observe(rows[ordering.orders[0]].unsqueeze(1))

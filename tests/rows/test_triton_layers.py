@@ -150,6 +150,41 @@ def test_norms_without_kernels_have_rows(norm: Callable[[int], nn.Module], froze
     assert error(rows[1], rows[0]) < ALLOWED
 
 
+@pytest.mark.parametrize("part", ["weight", "bias"])
+@pytest.mark.parametrize("trained", [(True, False, True), (False, True)])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda: nn.GroupNorm(2, 8), lambda: nn.BatchNorm2d(8), lambda: nn.LayerNorm(6),
+        lambda: nn.LayerNorm([6, 6]), lambda: nn.RMSNorm(6),
+    ],
+)  # fmt: skip
+def test_norms_with_parts_that_are_frozen_and_unfrozen(
+    norm: Callable[[], nn.Module], trained: tuple[bool, ...], part: str
+) -> None:
+    rows: list[list[Tensor]] = []
+    for kernels in (False, True):
+        torch.manual_seed(0)
+        layers = nn.Conv2d(3, 8, 3), norm(), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5)
+        model, inputs = nn.Sequential(*layers).to(DEVICE), images()
+        model.eval()  # BatchNorm has no kernel then
+        frozen = getattr(model[1], part if hasattr(model[1], part) else "weight")
+        frozen.requires_grad_(trained[0])
+        capture = Capture(model, TwoSidedRows(size=4096, rank=4, strict=True), batch_size=3)
+        capture._pool.has_kernels = kernels
+        capture._check._remaining = 1  # the others are added at their place at once
+        rows.append([])
+        for now in (trained[0], *trained):
+            frozen.requires_grad_(now)
+            F.cross_entropy(model(inputs), torch.arange(3, device=DEVICE)).backward()
+            rows[-1].append(capture.pop_rows(3))
+    for plain, found in zip(*rows, strict=True):
+        assert error(found, plain) < ALLOWED
+    # What was frozen when the layers were tapped stays left out; what is frozen later comes back.
+    assert error(rows[1][-1], rows[1][0]) < ALLOWED
+    assert (error(rows[1][2], rows[1][0]) > 10 * ALLOWED) == trained[0]
+
+
 def test_a_head_whose_outputs_are_not_projected(served: Counter[str]) -> None:
     torch.manual_seed(0)
     model, inputs = nn.Sequential(nn.Flatten(), nn.Linear(192, 5)).to(DEVICE), images()

@@ -17,7 +17,7 @@ from gradherd.ordering import balance
 from gradherd.ordering import policy as policies
 from gradherd.rows import sketch
 from gradherd.rows.settings import SketchRows
-from gradherd.rows.sketch import CountSketch, count_sketch
+from gradherd.rows.sketch import CountSketch
 from gradherd.rows.triton_sketches import sketch_vectors
 from tests.gpu import DEVICE, MARKS
 
@@ -32,7 +32,7 @@ def test_vectors_are_sketched_as_elsewhere(width, size, lead, kind):
     table = torch.randn(3, width + 5, device=DEVICE).to(kind)
     vectors = table[:, 2 : width + 2]  # elements of a vector lie side by side, vectors need not
     hashed = CountSketch(size, 3).hashes("w", 0, -(-(lead + width) // size), vectors.device)
-    want = count_sketch(vectors.float(), size, 3, name="w", offset=lead)
+    want = CountSketch(size, 3)(vectors.float(), name="w", offset=lead)
     got = sketch_vectors(vectors, lead, *hashed)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
     assert torch.equal(sketch_vectors(vectors, lead, *hashed), got)
@@ -40,7 +40,7 @@ def test_vectors_are_sketched_as_elsewhere(width, size, lead, kind):
 
 def test_slices_of_one_vector_add_up(monkeypatch):
     vector = torch.randn(1000, device=DEVICE)
-    want = count_sketch(vector, 30, 1)
+    want = CountSketch(30, 1)(vector)
     monkeypatch.setattr(sketch, "has_kernels", lambda device: True)
     made = CountSketch(30, 1)
     got = made.long(vector[:333]) + made.long(vector[333:], offset=333)

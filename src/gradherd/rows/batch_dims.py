@@ -13,12 +13,13 @@ import functools
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradherd.rows.sink import INPUT, Shapes, SinkPool
@@ -152,15 +153,26 @@ class BatchDims:
             self._probe(given, next(t.shape[0] for t in tensor_leaves(given) if t.dim()))
 
     def _run(self, given: Any, examples: int) -> tuple[Calls, Any]:
-        """Run the model; return the shapes in its layers, and its outputs."""
-        pool, (args, kwargs) = self._pool, given
+        """Run the model; return the shapes in its layers, and its outputs.
+
+        Without a trace: random states and buffers stay as they are.
+        """
+        pool, model = self._pool, self._model
+        devices = {p.device.index for p in model.parameters() if p.is_cuda}
+        # The model works on copies: writing the old values back would invalidate what autograd has
+        # saved.
+        copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        # torch's transformers call their layers, also in evaluation without gradients.
+        is_fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
         pool.recorded, pool.batch = [], examples
         try:
-            with _undone(self._model):
-                outputs = self._model(*args, **kwargs)
+            with torch.random.fork_rng(devices=list(devices)):
+                outputs = functional_call(model, copies, *given)
             return pool.recorded, outputs
         finally:
             pool.recorded, pool.batch = None, None
+            torch.backends.mha.set_fastpath_enabled(is_fast)
 
     def _one_more(self, given: Any, examples: int, skip_square: bool) -> Any:
         """Return arguments with the last example repeated."""
@@ -230,35 +242,6 @@ def _grown(small: torch.Size, big: torch.Size, examples: int) -> set[int | None]
         return {changed[0]}
     # Something else changed as well, such as a padded length: no vote.
     return set()
-
-
-@contextmanager
-def _undone(model: nn.Module) -> Iterator[None]:
-    """Run a model without a trace: random states and buffers stay as they are.
-
-    torch's transformers call their layers, also in evaluation without gradients.
-    """
-    devices = {p.device.index for p in model.parameters() if p.is_cuda}
-    # The model works on copies: writing the old values back would invalidate what autograd has
-    # saved.
-    buffers = [
-        (owner, name, buffer)
-        for owner in model.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
-    copies = {buffer: buffer.clone() for _, _, buffer in buffers}
-    is_fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with torch.random.fork_rng(devices=list(devices)):
-            for owner, name, buffer in buffers:
-                owner._buffers[name] = copies[buffer]
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(is_fast)
-        for owner, name, buffer in buffers:
-            owner._buffers[name] = buffer
 
 
 def _eagerly() -> AbstractContextManager[Any]:

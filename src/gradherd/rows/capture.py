@@ -30,9 +30,9 @@ from gradherd.rows.settings import (
     TwoSidedRows,
     row_length,
 )
-from gradherd.rows.sink import ROW, SinkPool, SketchedLayer, at_least_float32, is_spectrum
+from gradherd.rows.sink import ROW, Place, SinkPool, SketchedLayer, at_least_float32
 from gradherd.rows.sink_layers import DirectLayer
-from gradherd.rows.sink_maps import MapSettings
+from gradherd.rows.sink_maps import Map, MapSettings
 from gradherd.rows.sketch import CountSketch, hashes
 from gradherd.rows.torch_names import current_backward, mark_constant
 
@@ -110,22 +110,20 @@ class Capture:
         self._uses, self._untap = plan.uses, plan.untap
         # Parameters whose gradients arrive as they are, and not as columns.
         self._whole = [i for i, uses in self._uses.items() if uses[0].layer.is_whole]
-        # The others by the key of their rows: the layer, and the key of where those are added.
-        self._sketched: dict[str, tuple[SketchedLayer, str]] = {}
-        self._layout: dict[str, Any] = {}
-        sketched = [layer for layer in self._pool.layers if not layer.is_whole]
-        for layer in sketched:
-            for own, key, one in zip(layer.own_keys, layer.keys, layer.maps, strict=True):
-                if one is not None:
-                    self._sketched[own], self._layout[key] = (layer, key), one
+        # Layers of the others, and their maps, by the key of rows that are kept apart.
+        self._sketched = {
+            own: (layer, one)
+            for layer in self._pool.layers
+            if not layer.is_whole
+            for own, one in zip(layer.own_keys, layer.maps, strict=True)
+            if one is not None
+        }
+        self._layout: dict[str, Map] = {one.key: one for _, one in self._sketched.values()}
         self._places = self._place_columns()
-        for layer in sketched:
-            # Spectra are added up before they are transformed back.
-            layer.places = tuple(
-                None if one is None or is_spectrum(one) else self._places[key]
-                for key, one in zip(layer.keys, layer.maps, strict=True)
-            )
-        self._pool.row_size = self._size
+        for layer in {layer for layer, _ in self._sketched.values()}:
+            layer.places = [
+                ("", 0, 0) if one is None else self._place_of(one) for one in layer.maps
+            ]
         most = None if isinstance(settings, ExactRows) else settings.layers
         self._choice = LayerChoice(self._pool, self._open_to_choice(), most)
         self._check = RowCheck(
@@ -366,31 +364,25 @@ class Capture:
         arrived = self._pool.arrived
         total = arrived[ROW] if ROW in arrived else self._like.new_zeros(examples, self._size)
         total = total[:examples]
-        columns: dict[str, Tensor] = {}
         # In the order of the backward, in which layers that are not apart were added.
-        for own, rows in arrived.items():
-            layer, key = self._sketched.get(own, (None, ""))
-            if layer is None or layer.is_idle:
-                continue
-            if not is_spectrum(self._layout[key]) and self._places[key] is not None:
-                self._add(total, key, rows[:examples])
-            else:
-                columns[key] = columns[key] + rows if key in columns else rows
+        for key, rows in arrived.items():
+            if key in self._layout:
+                self._add(total, self._layout[key], rows[:examples])
+            elif key in self._sketched:
+                layer, one = self._sketched[key]
+                if not layer.is_idle:
+                    self._add(total, one, rows[:examples])
         for index in self._whole:
             whole = self._whole_rows(index, examples)
             if whole is not None and self._pool.is_exact:
                 total[:, self.spec.slices[self.spec.names[index]]] = whole
             elif whole is not None:
                 total += self._sketch(whole, self.spec.names[index])
-        for key, found in columns.items():
-            self._add(total, key, found[:examples])
         return total
 
     def _place_columns(self) -> dict[str, int | None]:
         """Decide where in a row columns are added, by their key; None: they are hashed."""
-        lengths = {
-            key: one.buckets if is_spectrum(one) else one.size for key, one in self._layout.items()
-        }
+        lengths = {key: one.length for key, one in self._layout.items()}
         if sum(lengths.values()) <= self._size:  # side by side, and nothing is lost
             starts = accumulate(lengths.values(), initial=0)
             return dict(zip(lengths, starts, strict=False))
@@ -402,13 +394,19 @@ class Capture:
             for key, length in lengths.items()
         }
 
-    def _add(self, total: Tensor, key: str, columns: Tensor) -> None:
-        """Add columns (B, N) to rows (B, k)."""
-        one, start = self._layout[key], self._places[key]
-        if is_spectrum(one):
-            columns = one.vectors(columns)
+    def _place_of(self, one: Map) -> Place:
+        """Return where the columns of a map are added in a backward."""
+        start = self._places[one.key]
+        # Spectra are added up before they are transformed back, and columns before they are hashed.
+        if start is None or one.length != one.size:
+            return one.key, one.size, 0
+        return ROW, self._size, start
+
+    def _add(self, total: Tensor, one: Map, columns: Tensor) -> None:
+        """Add the columns (B, N) of a map to rows (B, k)."""
+        columns, start = one.vectors(columns), self._places[one.key]
         if start is None:
-            total += self._sketch(columns, key)
+            total += self._sketch(columns, one.key)
         else:
             total[:, start : start + columns.shape[1]].add_(columns)
 
@@ -435,13 +433,12 @@ class Capture:
         if use.layer.is_whole:
             return self._sketch(grads.flatten(1), self.spec.names[index])
         slot = use.usual_slot
-        which = use.slots.index(slot)
-        columns = torch.stack([use.project(one)[which] for one in grads])
-        key = use.layer.keys[slot]
-        part = columns.new_zeros(len(grads), self._layout[key].size)
+        columns = torch.stack([use.project(grad)[slot] for grad in grads])
+        one: Map = use.layer.maps[slot]
+        part = columns.new_zeros(len(grads), one.size)
         use.columns(slot, part).copy_(columns)
         total = columns.new_zeros(len(grads), self._size)
-        self._add(total, key, part)
+        self._add(total, one, part)
         return total
 
     def restart_checks(self) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradherd.rows.sink import SinkPool, SketchedLayer, is_spectrum
+from gradherd.rows.sink import SinkPool, SketchedLayer
 
 log = logging.getLogger("gradherd")
 
@@ -124,8 +124,7 @@ def centred_gram(
     for key, one in zip(layer.own_keys, layer.maps, strict=True):
         if key not in arrived:
             continue
-        found = arrived[key][:examples]
-        rows: Tensor = (one.vectors(found) if is_spectrum(one) else found).double()
+        rows: Tensor = one.vectors(arrived[key][:examples]).double()
         rows = rows - rows.mean(0)
         gram = rows @ rows.T
         total = gram if total is None else total + gram

@@ -161,12 +161,12 @@ class ParameterUse:
         """Return the parameter's columns (B, n) of a sink's rows (B, N)."""
         return rows[:, self.layer.vector.parts[self.local]] if slot == VECTOR else rows
 
-    def project(self, grad: Tensor) -> list[Tensor]:
+    def project(self, grad: Tensor) -> dict[int, Tensor]:
         """Return the columns of a whole gradient, for each slot."""
         if self.local:
-            return [self.layer.vector.project(self.local, grad)]
+            return {VECTOR: self.layer.vector.project(self.local, grad)}
         grad = grad.flatten(1) if grad.dim() > 2 else grad
-        return [self.layer.maps[slot].project(grad) for slot in self.slots]
+        return {slot: self.layer.maps[slot].project(grad) for slot in self.slots}
 
     def silence(self, arrived: Mapping[str, Tensor]) -> None:
         """Leave the parameter out of rows (B, N) that have arrived, and of all later ones."""

@@ -128,7 +128,7 @@ class RowCheck:
         """Keep a gradient to compare it with rows."""
         use, known = self._uses[index][0], self._references.setdefault(index, {})
         with torch.no_grad():
-            for slot, kept in zip(use.slots, use.project(at_least_float32(grad)), strict=True):
+            for slot, kept in use.project(at_least_float32(grad)).items():
                 # A copy: it may be the gradient itself, which DDP averages in place.
                 known[slot] = known[slot] + kept if slot in known else kept.clone()
 

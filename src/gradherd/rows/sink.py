@@ -239,8 +239,6 @@ class SinkPool:
         self.arrived: dict[str, Tensor] = {}
         """Rows that have arrived: (B, k) of all layers at `ROW`, (B, N) of single maps by key."""
         self.layers: list[SketchedLayer] = []
-        self.row_size = 0
-        """k, elements of a row."""
         self.has_kernels = not is_exact and like.dtype == torch.float32 and has_kernels(like.device)
         """Whether layers may have kernels of their own."""
         self._stream = stream_getter(like.device)
@@ -417,8 +415,8 @@ class SketchedLayer(ABC):
         """Map of the weight where examples have one position, if it is another one."""
         self.own_keys = (f"{name}/matrix", f"{name}/vector", f"{name}/single")
         """Keys of the rows of the three maps."""
-        self.places: tuple[int | None, ...] = (None, None, None)
-        """Where in a row those are added; None: that is done when the backward is over."""
+        self.places: list[Place] = []
+        """Where those are added."""
         self.sinks: tuple[Tensor | None, ...] = (None, None, None)
         """What they are the gradients of in a graph."""
         self.trained = ("", "")
@@ -451,13 +449,6 @@ class SketchedLayer(ABC):
     def is_whole(self) -> bool:
         """Whether rows are gradients as they are, not columns of maps."""
         return self.pool.is_exact or not self.compiles
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """What layers have in common whose columns are added at the same place in a row."""
-        kinds = ("matrix", "vector", "spectrum" if is_spectrum(self.single) else "matrix")
-        sizes = (0 if one is None else one.size for one in self.maps)
-        return tuple(f"{kind} {size}" for kind, size in zip(kinds, sizes, strict=True))
 
     # What subclasses define.
 
@@ -521,10 +512,9 @@ class SketchedLayer(ABC):
 
     def place(self, slot: int) -> Place:
         """Return where the rows of a map are added now."""
-        start = None if self.pool.is_apart else self.places[slot]
-        if start is None:  # kept apart
+        if self.pool.is_apart or not self.places:
             return self.own_keys[slot], self.maps[slot].size, 0
-        return ROW, self.pool.row_size, start
+        return self.places[slot]
 
     def rows(self, inputs: Tensor, grads: Tensor, use: Use, saved: Sequence[Tensor]) -> Pair:
         """Return the rows (n, N) of weight and vector; None for what is not wanted."""
@@ -678,11 +668,6 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
-def is_spectrum(one: Any) -> bool:
-    """Say whether a map's columns are a spectrum."""
-    return hasattr(one, "buckets")
-
-
 def trained_parameter(module: nn.Module, name: str) -> Any:
     """Return a parameter if it requires a gradient now, else None."""
     parameters = module._parameters
@@ -738,17 +723,8 @@ def _new_module(kind: type[nn.Module]) -> nn.Module:
 _tapped_types: dict[tuple[type, type, tuple[str, ...]], type] = {}
 
 
-def _property(kind: Any, name: str) -> property:
-    """Return a property that `kind.read` answers for."""
-
-    def read(module: nn.Module) -> Any:
-        return kind.read(module, name)
-
-    return property(read)
-
-
 def tap_module(
-    module: nn.Module, layer: Any, kind: type = Tapped, properties: tuple[str, ...] = (),
+    module: nn.Module, layer: Any, kind: Any = Tapped, properties: tuple[str, ...] = (),
 ) -> Callable[[], None]:  # fmt: skip
     """Give a module a tap; return a function that takes it away.
 
@@ -763,7 +739,7 @@ def tap_module(
     if key not in _tapped_types:
         members: dict[str, Any] = {"plain_type": plain, "__module__": plain.__module__}
         for name in properties:
-            members[name] = _property(kind, name)
+            members[name] = property(lambda module, name=name: kind.read(module, name))
         _tapped_types[key] = type(plain.__name__, (kind, plain), members)
     tapped = _tapped_types[key]
     module.__class__ = tapped

@@ -68,6 +68,8 @@ class Map:
     the precision of rows.
     """
 
+    kind = "matrix"
+
     size: int
     """Columns."""
 
@@ -87,8 +89,22 @@ class Map:
         held: Tensor = getattr(self, f"half_{name}" if factor.dtype == torch.bfloat16 else name)
         return held.to(factor.dtype)
 
+    @property
+    def key(self) -> str:
+        """What maps have in common whose columns are at the same place in a row."""
+        return f"{self.kind} {self.size}"
+
+    @property
+    def length(self) -> int:
+        """Elements of a row that columns take up."""
+        return self.size
+
     def finish(self, columns: Tensor) -> Tensor:
         """Return rows (B, size) of columns (B, ..., K)."""
+        return columns
+
+    def vectors(self, columns: Tensor) -> Tensor:
+        """Return what finished columns (B, size) are in a row: (B, length)."""
         return columns
 
 
@@ -204,6 +220,8 @@ class FilterMap(MatrixMap):
 class OuterMap(Map):
     """Sketches the outer product of two vectors: (rows, columns) to a spectrum of k buckets."""
 
+    kind = "spectrum"
+
     def __init__(self, shape: tuple[int, int], name: str, settings: MapSettings) -> None:
         """Draw the hashes; see `MatrixMap`."""
         self.buckets = buckets = min(MOST_BUCKETS, settings.size)
@@ -274,9 +292,14 @@ class OuterMap(Map):
             sums = sums.index_add(0, (turned % self.buckets).flatten(), signed.flatten())
         return torch.view_as_real(torch.fft.rfft(sums)).flatten()
 
-    def vectors(self, spectra: Tensor) -> Tensor:
+    @property
+    def length(self) -> int:
+        """One for each bucket."""
+        return self.buckets
+
+    def vectors(self, columns: Tensor) -> Tensor:
         """Return what spectra (B, size) stand for: (B, k)."""
-        spectrum = torch.view_as_complex(spectra.unflatten(-1, (-1, 2)))
+        spectrum = torch.view_as_complex(columns.unflatten(-1, (-1, 2)))
         vectors: Tensor = torch.fft.irfft(spectrum, n=self.buckets)
         return vectors
 
@@ -299,6 +322,8 @@ class WholeMap(Map):
 
 class VectorMap(Map):
     """Gives every element of a vector a sign."""
+
+    kind = "vector"
 
     def __init__(self, sizes: dict[str, int], name: str, settings: MapSettings) -> None:
         """Draw the signs; all are plus in exact rows.

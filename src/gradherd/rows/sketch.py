@@ -3,7 +3,7 @@
 Every hash is a function of (seed, name, position) only: integers from splitmix64, keyed by blake2b.
 No random generator is read or advanced.
 
-`count_sketch` adds up a long vector in k buckets with random signs, which preserves inner products
+`CountSketch` adds up a long vector in k buckets with random signs, which preserves inner products
 on average. Coordinates are hashed in blocks of k: inside a block they keep their order and never
 collide, and each block is rotated by its own random amount. The variance of an inner product is
 that of a plain count sketch, 2/k of the norms, at the cost of one read: a block is added as a
@@ -88,11 +88,6 @@ def buckets_and_signs(
     buckets = ((values >> np.uint64(32)) % np.uint64(k)).astype(np.int64)
     signs = 1.0 - 2.0 * (values & np.uint64(1)).astype(np.float32)
     return torch.from_numpy(buckets).to(device), torch.from_numpy(signs).to(device)
-
-
-def count_sketch(vectors: Tensor, k: int, seed: int, *, name: str = "", offset: int = 0) -> Tensor:
-    """Sketch vectors (..., N) by (..., k), once; see `CountSketch`."""
-    return CountSketch(k, seed)(vectors, name, offset=offset)
 
 
 class CountSketch:

@@ -19,7 +19,6 @@ PRIVATE_NAMES = {
     "torch.nn.Module._compiled_call_impl": "tells whether a module was compiled in place",
     "torch.nn.Module._modules": "finds wrappers of torch.compile inside a model",
     "torch.nn.Module._parameters": "reads a parameter behind a property of the same name",
-    "torch.nn.Module._buffers": "lets a model that is tried out work on copies of its buffers",
     "torch.nn.Module._forward_pre_hooks": "tells whether a hook may compute a layer's weight",
     "torch._dynamo.OptimizedModule._orig_mod": "the module inside torch.compile's wrapper",
     "torch._dynamo.decorators.assume_constant_result": "what `mark_constant` does, without loading "
