@@ -47,7 +47,6 @@ class BatchDims:
         pool: SinkPool,
         *,
         batch_size: int | None = None,
-        sharded: bool = False,
     ) -> None:
         """Begin without any.
 
@@ -55,9 +54,7 @@ class BatchDims:
             model: The model.
             pool: Has its layers; they are told their batch dimension.
             batch_size: Examples in a full batch of the loader, if they are known.
-            sharded: Whether modules hold shards of their parameters between passes (FSDP).
         """
-        self.sharded = sharded
         self._model, self._pool, self._batch_size = model, pool, batch_size
         self._probed: set[tuple[int, ...]] = set()
         self._model_dim: int | None = None
@@ -127,7 +124,7 @@ class BatchDims:
         try:
             calls, outputs = self._run(given, examples)
         except Exception as error:
-            if self.sharded:  # parameters may have stayed gathered
+            if pool.is_sharded:  # parameters may have stayed gathered
                 raise
             # It needs gradients, say. Then sizes decide which dimensions hold examples.
             log.debug("the model cannot be run without gradients: %s", error)
@@ -138,7 +135,7 @@ class BatchDims:
                 more = self._one_more(given, examples, skip_square)
                 larger_calls, larger = self._run(more, examples + 1)
             except Exception as error:
-                if self.sharded:  # parameters may have stayed gathered, and go stale
+                if pool.is_sharded:  # parameters may have stayed gathered, and go stale
                     raise RuntimeError(
                         "rows of single examples need a run of the model with one more example, "
                         f"which failed ({error}): order whole batches (unit=batch_size)"

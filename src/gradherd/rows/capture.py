@@ -10,6 +10,7 @@ Shapes: B examples, N columns of a map, k elements of a row, D elements of all p
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import reduce
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from gradherd.flat import FlatSpec
 from gradherd.rows.batch_dims import BatchDims
 from gradherd.rows.layer_choice import CHOSEN_AFTER, CHOSEN_AGAIN, LayerChoice
-from gradherd.rows.layer_plan import LayerPlan, compiled_modules, unwrap_model
+from gradherd.rows.layer_plan import LayerPlan, arrived_rows, compiled_modules, unwrap_model
 from gradherd.rows.module_hooks import UncopiedHook
 from gradherd.rows.row_check import CHECK_FAILED, Registrar, RowCheck
 from gradherd.rows.settings import (
@@ -100,9 +101,7 @@ class Capture:
             self._like, batch_size, is_exact=maps.is_exact, is_sharded=sharded is not None
         )
         self._pool.given_dim = settings.batch_dim
-        self._dims = BatchDims(
-            model, self._pool, batch_size=batch_size, sharded=sharded is not None
-        )
+        self._dims = BatchDims(model, self._pool, batch_size=batch_size)
         self._task = -1
         self._began: Callable[[], None] = lambda: None
         self._look_traced = mark_constant(lambda *given: self._look_at_given(*given))
@@ -346,19 +345,6 @@ class Capture:
                 name,
             )
 
-    def _whole_rows(self, index: int, examples: int) -> Tensor | None:
-        """Return the gradients (B, N) of a parameter that have arrived as they are."""
-        if self._check.is_left_out(index):
-            return None
-        total: Tensor | None = None
-        for use in self._uses.get(index, ()):
-            for slot in use.slots:
-                arrived = self._pool.arrived.get(use.layer.own_keys[slot])
-                if arrived is not None:
-                    rows = use.columns(slot, arrived)[:examples]
-                    total = rows if total is None else total + rows
-        return total
-
     def _rows(self, examples: int) -> Tensor:
         """Return the rows (B, k), neither averaged nor unscaled; exact: (B, D)."""
         arrived = self._pool.arrived
@@ -373,11 +359,14 @@ class Capture:
                 if not layer.is_idle:
                     self._add(total, one, rows[:examples])
         for index in self._whole:
-            whole = self._whole_rows(index, examples)
-            if whole is not None and self._pool.is_exact:
-                total[:, self.spec.slices[self.spec.names[index]]] = whole
-            elif whole is not None:
-                total += self._sketch(whole, self.spec.names[index])
+            _, parts = arrived_rows(self._uses[index], arrived)
+            if not parts or self._check.is_left_out(index):
+                continue
+            whole, name = reduce(torch.add, parts)[:examples], self.spec.names[index]
+            if self._pool.is_exact:
+                total[:, self.spec.slices[name]] = whole
+            else:
+                total += self._sketch(whole, name)
         return total
 
     def _place_columns(self) -> dict[str, int | None]:

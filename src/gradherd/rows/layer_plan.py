@@ -1,7 +1,7 @@
 """Which modules of a model have rows by a sink, and with which maps."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -128,15 +128,6 @@ def compiled_modules(model: nn.Module) -> Iterator[str]:
             yield name
 
 
-def refuse_compiled(model: nn.Module) -> None:
-    """Raise ValueError if a part of a model is compiled: it ignores hooks that are set later."""
-    for name in compiled_modules(model):
-        raise ValueError(
-            f"module '{name}' is compiled, and hooks set after torch.compile are ignored: "
-            "attach to the model before compiling it, use rows='sketch', or order whole batches"
-        )
-
-
 @dataclass(frozen=True)
 class ParameterUse:
     """One layer that uses a parameter, and where its rows are."""
@@ -181,6 +172,19 @@ class ParameterUse:
             signs.zero_()
         if isinstance(self.layer, LoopedModule):
             self.layer.left_out.add(self.local)
+
+
+def arrived_rows(
+    uses: Iterable[ParameterUse], arrived: Mapping[str, Tensor]
+) -> tuple[list[int], list[Tensor]]:
+    """Return slots and rows of what has arrived of a parameter, of each layer that uses it."""
+    slots, every = [], []
+    for use in uses:
+        for slot in use.slots:
+            if (rows := arrived.get(use.layer.own_keys[slot])) is not None:
+                slots.append(slot)
+                every.append(use.columns(slot, rows))
+    return slots, every
 
 
 class LayerPlan:
@@ -230,7 +234,7 @@ class LayerPlan:
                 self.untap.append(tap_module(owner.module, layer))
             elif has_layers(owner) and not maps.is_exact:
                 self._add_direct(owner)
-            elif dims.sharded:
+            elif pool.is_sharded:
                 why = "its module has no rule, and a sharded one cannot be looped over"
                 self.left_out |= {self.name(one): why for one in owner.parameters.values()}
             else:
@@ -299,7 +303,11 @@ class LayerPlan:
         self.uses.setdefault(self.index[parameter], []).append(use)
 
     def _add_looped(self, owner: ParameterOwner) -> None:
-        refuse_compiled(self.model)
+        for name in compiled_modules(self.model):
+            raise ValueError(
+                f"module '{name}' is compiled, and hooks set after torch.compile are ignored: "
+                "attach to the model before compiling it, use rows='sketch', or order whole batches"
+            )
         layer = LoopedModule(owner.name, owner.module, owner.parameters, self.pool, self.dims)
         self.untap.append(layer.remove)
         sizes = {local: parameter.numel() for local, parameter in owner.parameters.items()}

@@ -46,10 +46,10 @@ class Table:
         self._scratch = torch.empty(size, dtype=torch.uint8, device=self._like.device)
         self.scratch_size, self.scratch_address = size, self._scratch.data_ptr()
 
-    def add(self, rows: Tensor, start: int) -> None:
-        """Add rows (n, ...), which are kept if they are all, from a column on."""
+    def add(self, rows: Tensor, start: int, may_keep: bool) -> None:
+        """Add rows (n, ...) from a column on; they may be kept as they are, if they are all."""
         is_all = rows.shape == (self._examples, self._width) and rows.dtype == self._like.dtype
-        if self._rows is None and is_all:
+        if self._rows is None and is_all and may_keep:
             self._keep(rows.contiguous())
         else:
             here = self.room(len(rows))[: len(rows), start : start + rows.shape[1]]

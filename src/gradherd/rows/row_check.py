@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.flat import FlatSpec
-from gradherd.rows.layer_plan import ParameterUse
+from gradherd.rows.layer_plan import ParameterUse, arrived_rows
 from gradherd.rows.module_hooks import register_first, remove_hook
 from gradherd.rows.sink import SinkPool, at_least_float32
 from gradherd.rows.sink_layers import DirectLayer
@@ -152,16 +152,13 @@ class RowCheck:
 
     def _rows_apart(self) -> dict[int, Slots]:
         """Return the rows of each parameter, by their slots."""
-        arrived = self._pool.arrived
         apart: dict[int, Slots] = {}
         for index, uses in self._uses.items():
             if self.is_left_out(index):
                 continue
             found: Slots = {}
-            for use in uses:
-                for slot in use.slots:
-                    if (key := use.layer.own_keys[slot]) in arrived:
-                        found.setdefault(slot, []).append(use.columns(slot, arrived[key]))
+            for slot, rows in zip(*arrived_rows(uses, self._pool.arrived), strict=True):
+                found.setdefault(slot, []).append(rows)
             # In a graph idle layers have none; they share no parameters.
             if found or not uses[0].layer.is_idle:
                 apart[index] = found

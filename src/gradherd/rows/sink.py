@@ -311,7 +311,8 @@ class SinkPool:
         found = layer.rows(inputs, grads, use, saved)
         for slot, rows in ((SINGLE if use[2] else MATRIX, found[0]), (VECTOR, found[1])):
             if rows is not None:
-                self.add(layer, slot, rows)
+                backward.sizes.add(len(rows))
+                self._add(backward, layer, slot, rows)
 
     def _begin_backward(self) -> OpenBackward:
         task = current_backward()
@@ -319,12 +320,13 @@ class SinkPool:
         call_after_backward(partial(self._end, task))
         return found
 
-    def add(self, layer: "SketchedLayer", slot: int, rows: Tensor) -> None:
-        """Let rows (n, N) of a map wait until the backward that runs is over."""
-        backward = self._open.get(current_backward()) or self._begin_backward()
-        backward.sizes.add(len(rows))
+    def _add(
+        self, backward: OpenBackward, layer: "SketchedLayer", slot: int, rows: Tensor,
+        *, may_keep: bool = True,
+    ) -> None:  # fmt: skip
+        """Let rows (n, N) of a map wait until a backward is over."""
         key, width, start = layer.place(slot)
-        backward.table(self._stream(), key, width).add(rows, start)
+        backward.table(self._stream(), key, width).add(rows, start, may_keep)
 
     def _end(self, task: int) -> None:
         """Take what has waited for the end of a backward."""
@@ -349,10 +351,8 @@ class SinkPool:
         assert rows is not None
         backward = self._open.get(current_backward()) or self._begin_backward()
         backward.accumulates = True
-        key, width, start = layer.place(slot)
         # A graph of CUDA writes its next results to the same place.
-        own = rows.clone() if rows.shape[1] == width else rows
-        backward.table(self._stream(), key, width).add(own, start)
+        self._add(backward, layer, slot, rows, may_keep=False)
 
     def _signalled(self, signal: Tensor) -> None:
         """Note that a backward accumulates gradients."""
@@ -723,6 +723,11 @@ def _new_module(kind: type[nn.Module]) -> nn.Module:
 _tapped_types: dict[tuple[type, type, tuple[str, ...]], type] = {}
 
 
+def _property(kind: Any, name: str) -> property:
+    """Return a property that `kind.read` answers for."""
+    return property(lambda module: kind.read(module, name))
+
+
 def tap_module(
     module: nn.Module, layer: Any, kind: Any = Tapped, properties: tuple[str, ...] = (),
 ) -> Callable[[], None]:  # fmt: skip
@@ -738,8 +743,7 @@ def tap_module(
     key = (plain, kind, properties)
     if key not in _tapped_types:
         members: dict[str, Any] = {"plain_type": plain, "__module__": plain.__module__}
-        for name in properties:
-            members[name] = property(lambda module, name=name: kind.read(module, name))
+        members |= {name: _property(kind, name) for name in properties}
         _tapped_types[key] = type(plain.__name__, (kind, plain), members)
     tapped = _tapped_types[key]
     module.__class__ = tapped
