@@ -1,6 +1,7 @@
 """Which modules of a model have rows by a sink, and with which maps."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -216,17 +217,24 @@ class LayerPlan:
         owners = list(parameter_owners(model))
         self.shared = _used_twice(owners)
         self._weights: dict[int, WeightMaps] = {}
-        # Exact rows leave gradients equal to the bit, so torch's own attention is looped over.
-        by_parts = [not maps.is_exact and is_plain_attention(one, self.shared) for one in owners]
-        layers = [layer_for(owner, pool, self.shared) for owner in owners]
+        kinds = [
+            (
+                owner,
+                layer_for(owner, pool, self.shared),
+                # Exact rows leave gradients equal to the bit, so torch's own attention is looped
+                # over.
+                not maps.is_exact and is_plain_attention(owner, self.shared),
+            )
+            for owner in owners
+        ]
         # A weight that is shared with a module without a sink has all its rows from elsewhere.
         elsewhere = {
             parameter
-            for owner, layer, has_parts in zip(owners, layers, by_parts, strict=True)
+            for owner, layer, has_parts in kinds
             if layer is None and not has_parts
             for parameter in owner.parameters.values()
         }
-        for owner, layer, has_parts in zip(owners, layers, by_parts, strict=True):
+        for owner, layer, has_parts in kinds:
             if has_parts:
                 self._add_attention(owner)
             elif layer is not None and elsewhere.isdisjoint(owner.parameters.values()):
@@ -262,8 +270,6 @@ class LayerPlan:
             layer.vector = VectorMap(sizes, name, self.maps)
             for local, parameter in vector.items():
                 self._note(parameter, ParameterUse(layer, local))
-        if isinstance(layer, NormLayer):
-            layer.parts = tuple(vector)
         tail = prefix.removeprefix("out_proj.")
         layer.trained = (
             f"{tail}weight" if "weight" in own else "",
@@ -276,26 +282,28 @@ class LayerPlan:
         index, maps, name = self.index[weight], self.maps, self.name(weight)
         if index in self._weights:
             return self._weights[index]
-        shape = tuple(weight.shape)
-        single: MatrixMap | OuterMap | None = None
-        matrix: MatrixMap | WholeMap
         if maps.is_exact:
-            matrix = WholeMap(shape)
-        elif isinstance(layer, ConvLayer):
-            matrix = FilterMap(shape, name, maps)
-            if layer.may_be_single and matrix.columns < math.prod(shape[1:]):
-                single = one_position_map((shape[0], math.prod(shape[1:])), name, maps)
+            self._weights[index] = WholeMap(tuple(weight.shape)), None
+            return self._weights[index]
+        shape = weight.shape[0], math.prod(weight.shape[1:])
+        if isinstance(layer, ConvLayer):
+            may_be_single = layer.may_be_single
+            matrix: MatrixMap = FilterMap(tuple(weight.shape), name, maps)
         else:
-            rows, columns = shape
             # The shorter side is kept. Tables of tokens are looked up, so their rows are projected.
             looks_up = isinstance(layer, EmbeddingLayer) or weight in self.shared
-            keep = 1 if looks_up or columns <= rows else 0
+            may_be_single, keep = not looks_up, 1 if looks_up or shape[1] <= shape[0] else 0
             short, long = min(shape), min(max(shape), MOST_KEPT)
             if not looks_up and short <= maps.columns and short * long <= maps.size:
                 keep = 1 - keep  # as in most heads: nothing is projected then
-            matrix = MatrixMap((rows, columns), name, maps, keep=keep)
-            if not looks_up and matrix.columns < shape[1 - keep]:
-                single = one_position_map((rows, columns), name, maps)
+            matrix = MatrixMap(shape, name, maps, keep=keep)
+        single: MatrixMap | OuterMap | None = None
+        if may_be_single and matrix.columns < shape[1 - matrix.keep]:
+            if math.prod(shape) > max(maps.size, MOST_BUCKETS):
+                single = OuterMap(shape, name, maps)
+            else:  # exact: nothing is projected
+                whole = replace(maps, columns=max(shape))
+                single = MatrixMap(shape, name, whole, keep=shape.index(min(shape)))
         self._weights[index] = matrix, single
         return matrix, single
 
@@ -345,17 +353,6 @@ class LayerPlan:
         if layers:
             undo = tap_module(owner.module, layers, TappedParameters, tuple(layers))
             self.untap.append(undo)
-
-
-def one_position_map(
-    shape: tuple[int, int], name: str, settings: MapSettings
-) -> MatrixMap | OuterMap:
-    """Return the map of a weight with one position."""
-    if math.prod(shape) > max(settings.size, MOST_BUCKETS):
-        return OuterMap(shape, name, settings)
-    # Exact: nothing is projected.
-    whole = replace(settings, columns=max(shape))
-    return MatrixMap(shape, name, whole, keep=shape.index(min(shape)))
 
 
 def layer_for(
@@ -425,13 +422,8 @@ def describe(model: nn.Module) -> str:
 
 def _used_twice(owners: list[ParameterOwner]) -> set[nn.Parameter]:
     """Return the parameters that several modules own: all of them must map it alike."""
-    seen: set[nn.Parameter] = set()
-    twice: set[nn.Parameter] = set()
-    for owner in owners:
-        own = set(owner.parameters.values())
-        twice |= own & seen
-        seen |= own
-    return twice
+    counts = Counter(one for owner in owners for one in {*owner.parameters.values()})
+    return {parameter for parameter, count in counts.items() if count > 1}
 
 
 def has_layers(owner: ParameterOwner) -> bool:

@@ -241,8 +241,6 @@ class NormLayer(SketchedLayer):
 
     def __init__(self, name: str, pool: SinkPool, module: Any) -> None:
         super().__init__(name, pool)
-        self.parts: tuple[str, ...] = ()
-        """Which of scale and shift have rows, in this order."""
         self.eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
         self.leading = 1
         """First dimensions of a tensor (n, ...) that are no positions; the last are `features`."""
@@ -254,7 +252,7 @@ class NormLayer(SketchedLayer):
     def columns(self, inputs: Tensor, grads: Tensor, use: Use, *saved: Tensor) -> Pair:
         """Return the gradients from inputs and gradients of one shape."""
         found = []
-        for part in self.parts:
+        for part in self.vector.parts:
             is_shift = part == "bias"
             if not use[3 + is_shift]:  # frozen since
                 found.append(self.summed(grads, use[0]) * 0)
@@ -294,7 +292,7 @@ class LastDimsNorm(NormLayer):
         """Plan kernels for a norm over the last dimension."""
         from gradherd.rows import triton_layers
 
-        has_shift = len(self.parts) > 1
+        has_shift = len(self.vector.parts) > 1
         if use[0] or not use[3] or use[4] != has_shift or len(self.shape) > 1:
             return None, None
         if self.eps is None:  # it depends on the dtype
