@@ -46,7 +46,7 @@ class Table:
         self._scratch = torch.empty(size, dtype=torch.uint8, device=self._like.device)
         self.scratch_size, self.scratch_address = size, self._scratch.data_ptr()
 
-    def add(self, rows: Tensor, start: int, may_keep: bool) -> None:
+    def add(self, rows: Tensor, start: int, *, may_keep: bool = True) -> None:
         """Add rows (n, ...) from a column on; they may be kept as they are, if they are all."""
         is_all = rows.shape == (self._examples, self._width) and rows.dtype == self._like.dtype
         if self._rows is None and is_all and may_keep:

@@ -312,21 +312,14 @@ class SinkPool:
         for slot, rows in ((SINGLE if use[2] else MATRIX, found[0]), (VECTOR, found[1])):
             if rows is not None:
                 backward.sizes.add(len(rows))
-                self._add(backward, layer, slot, rows)
+                key, width, start = layer.place(slot)
+                backward.table(self._stream(), key, width).add(rows, start)
 
     def _begin_backward(self) -> OpenBackward:
         task = current_backward()
         found = self._open[task] = OpenBackward(self.examples, self.like)
         call_after_backward(partial(self._end, task))
         return found
-
-    def _add(
-        self, backward: OpenBackward, layer: "SketchedLayer", slot: int, rows: Tensor,
-        *, may_keep: bool = True,
-    ) -> None:  # fmt: skip
-        """Let rows (n, N) of a map wait until a backward is over."""
-        key, width, start = layer.place(slot)
-        backward.table(self._stream(), key, width).add(rows, start, may_keep)
 
     def _end(self, task: int) -> None:
         """Take what has waited for the end of a backward."""
@@ -351,8 +344,9 @@ class SinkPool:
         assert rows is not None
         backward = self._open.get(current_backward()) or self._begin_backward()
         backward.accumulates = True
+        key, width, start = layer.place(slot)
         # A graph of CUDA writes its next results to the same place.
-        self._add(backward, layer, slot, rows, may_keep=False)
+        backward.table(self._stream(), key, width).add(rows, start, may_keep=False)
 
     def _signalled(self, signal: Tensor) -> None:
         """Note that a backward accumulates gradients."""
