@@ -386,14 +386,13 @@ def _sum(one: Tensor, other: Tensor) -> Tensor:
 def _call_weakly(sink: Tensor, method: Callable[..., None], *given: Any) -> None:
     """Call a method when a sink has got its gradient."""
     # Python cannot free what such a hook of a tensor holds together with the tensor.
-    hook = partial(_call_if_alive, WeakMethod(method), *given)
-    sink.register_post_accumulate_grad_hook(hook)
+    weak = WeakMethod(method)
 
+    def call(sink: Tensor) -> None:
+        if (alive := weak()) is not None:
+            alive(*given, sink)
 
-def _call_if_alive(method: "WeakMethod[Callable[..., None]]", *given: Any) -> None:
-    alive = method()
-    if alive is not None:
-        alive(*given)
+    sink.register_post_accumulate_grad_hook(call)
 
 
 class SketchedLayer(ABC):
@@ -675,6 +674,24 @@ class Tapped:
 
     plain_type: type[nn.Module]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        make, args, state, *_ = self.__reduce_ex__(4)
+        copy: nn.Module = make(*args)
+        memo[id(self)] = copy
+        copy.__setstate__(deepcopy(state, memo))
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, _, state, *rest = reduced
+        if isinstance(state, dict):
+            state = {key: value for key, value in state.items() if key != TAP}
+        return _new_module, (self.plain_type,), state, *rest
+
+
+class TappedLayer(Tapped):
+    """A layer whose output is tapped."""
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer, and tap its output."""
         layer = self._gradherd_tap  # type: ignore[attr-defined]
@@ -694,20 +711,6 @@ class Tapped:
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
         return layer.tap(self, inputs, output)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        make, args, state, *_ = self.__reduce_ex__(4)
-        copy: nn.Module = make(*args)
-        memo[id(self)] = copy
-        copy.__setstate__(deepcopy(state, memo))
-        return copy
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(protocol)
-        _, _, state, *rest = reduced
-        if isinstance(state, dict):
-            state = {key: value for key, value in state.items() if key != TAP}
-        return _new_module, (self.plain_type,), state, *rest
-
 
 def _new_module(kind: type[nn.Module]) -> nn.Module:
     """Return a module whose state is still to be set."""
@@ -723,7 +726,7 @@ def _property(kind: Any, name: str) -> property:
 
 
 def tap_module(
-    module: nn.Module, layer: Any, kind: Any = Tapped, properties: tuple[str, ...] = (),
+    module: nn.Module, layer: Any, kind: Any = TappedLayer, properties: tuple[str, ...] = (),
 ) -> Callable[[], None]:  # fmt: skip
     """Give a module a tap; return a function that takes it away.
 

@@ -358,10 +358,6 @@ class DirectLayer(SketchedLayer):
 class TappedParameters(Tapped):
     """A module whose own parameters are read through `DirectLayer`."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module as it is."""
-        return super(Tapped, self).forward(*args, **kwargs)  # type: ignore[misc]
-
     def read(self, name: str) -> Tensor:
         """Return a parameter."""
         layers: dict[str, DirectLayer] = self.__dict__[TAP]
@@ -390,7 +386,7 @@ class TappedAttention(Tapped):
         tokens = query.dim() - 2 if module.batch_first else 0  # unbatched inputs are (T, E)
         if query.dim() != 3 or query.is_nested or (is_causal and attn_mask is None):
             options = (key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal)
-            return super(Tapped, self).forward(query, key, value, *options)  # type: ignore[misc, no-any-return]
+            return super().forward(query, key, value, *options)  # type: ignore[misc, no-any-return]
         layers: dict[str, LinearLayer] = module._gradherd_tap
         size, heads = module.embed_dim, module.num_heads
 
