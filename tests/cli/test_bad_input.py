@@ -679,11 +679,11 @@ def test_ctrl_c_keeps_what_was_done(place, how):
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
-        wait_for(lambda: process.poll() is not None or has_epoch(place / "out"), 120)
+        wait_for(lambda: process.poll() is not None or has_epoch(place / "out"), 300)
         assert process.poll() is None, process.communicate()
         os.killpg(process.pid, signal.SIGINT)
-        out, err = process.communicate(timeout=50)
-        wait_for(lambda: not alive_in(process.pid), 30)
+        out, err = process.communicate(timeout=200)
+        wait_for(lambda: not alive_in(process.pid), 100)
     finally:
         if alive_in(process.pid):
             os.killpg(process.pid, signal.SIGKILL)

@@ -116,13 +116,13 @@ def test_a_thread_ends_with_its_object():
     (running,) = [each for each in threading.enumerate() if each.name == "test-dropped"]
     del thread
     gc.collect()
-    running.join(10)
+    running.join(100)
     assert not running.is_alive()
 
 
 def run_program(text, *arguments):
     command = [sys.executable, "-c", text, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, timeout=500)
 
 
 def test_the_interpreter_ends_after_the_job():
@@ -191,7 +191,7 @@ else:
         subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE)
         for rank in (0, 1)
     ]
-    ended = [(rank.communicate(timeout=60)[1], rank.returncode) for rank in ranks]
+    ended = [(rank.communicate(timeout=500)[1], rank.returncode) for rank in ranks]
     assert [code for _, code in ended] == [0, 0], ended
 
 
@@ -219,7 +219,7 @@ def interrupt(frame, event, argument):
     return interrupt
 
 def ended(child):
-    for _ in range(1000):
+    for _ in range(10_000):
         if os.waitpid(child, os.WNOHANG)[0]:
             return True
         time.sleep(0.01)

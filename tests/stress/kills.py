@@ -62,7 +62,8 @@ class Training:
             **KILLED[self.way],
         )
         fn, resume = (train_sharded, saved(out)) if self.way == "fsdp2" else (train, True)
-        run_ranks(fn, WORKERS, config, out, self.every, resume, timeout=300, **options)
+        # Long: what waits for a busy machine is no hang.
+        run_ranks(fn, WORKERS, config, out, self.every, resume, timeout=1500, **options)
 
     def undisturbed(self, out: Path) -> float:
         """Train without a fault; return the seconds that it took."""
