@@ -95,7 +95,7 @@ def growth_table(read: Callable[[str], list[dict[str, Any]]]) -> str:
         "| seeds |",
         "|---|---|---|---|---|---|---|",
     ]
-    runs = [run | {"lr": {"dense": 1e-3}.get(run["arm"], 2.8e-3)} for run in read("few-bytes")]
+    runs = [{"lr": 1e-3} | run for run in read("few-bytes")]
     runs += read("few-bytes-workers")
     groups = [
         (
