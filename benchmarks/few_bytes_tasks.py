@@ -30,7 +30,7 @@ from gradherd.lab.study.kinds import task_path
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Task
 from gradherd.lab.train.config import RunConfig, run_settings
-from gradherd.lab.train.record import finite_or_none
+from gradherd.lab.train.record import finite
 from gradherd.lab.train.stacked_step import FunctionalModel
 from gradherd.lab.train.trainer import passes
 from gradherd.lab.train.virtual_trainer import VirtualTrainer
@@ -133,7 +133,7 @@ def main() -> None:
                 continue
             with trainer.exchange.evaluated(), passes(config):
                 test = tuple(tensor.to(config.device) for tensor in split.test)
-                metric = finite_or_none(float(task.metric(trainer.model, *test)))
+                metric = finite(float(task.metric(trainer.model, *test)))
             best = metric if best is None else max(best, metric or best)
             record = {
                 "task": task.name, "arm": arm, "seed": seed, "epoch": epoch,

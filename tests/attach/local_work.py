@@ -147,11 +147,11 @@ def one_bit(rank, steps=11, stop=6):
     return ends, state, metrics, weights
 
 
-def one_bit_net(seed=0):
+def one_bit_net(seed=0, **settings):
     torch.manual_seed(seed)
     net = nn.Sequential(nn.Linear(100, 100), nn.Tanh(), nn.Linear(100, 100))
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    return net, optimizer, gh.attach(net, optimizer=optimizer, local=gh.LocalSteps())
+    return net, optimizer, gh.attach(net, optimizer=optimizer, local=gh.LocalSteps(**settings))
 
 
 def synced_between_phases(settings, rank):

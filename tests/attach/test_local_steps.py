@@ -483,6 +483,21 @@ def test_a_state_with_an_exchange_under_way_needs_overlap():
     again.detach()
 
 
+def test_metrics_leave_the_error_of_an_exchange_to_the_next_step(monkeypatch):
+    net, optimizer, herd = one_bit_net(overlap=True)
+
+    def fails(*_):
+        raise RuntimeError("a peer is gone")
+
+    monkeypatch.setattr(herd._exchange, "_send", fails)
+    for _ in range(4):
+        step(net, optimizer, (torch.randn(2, 100), torch.randn(2, 100)))
+    assert herd.metrics()["local_steps"] == 4
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        herd.sync()
+    herd.detach()
+
+
 def test_states_of_an_exchange_under_way_are_merged():
     states = run_ranks(under_way, 2)
     merged = gh.merge_states([{"local": state} for state in states])["local"]

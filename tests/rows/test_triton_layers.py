@@ -182,7 +182,7 @@ def test_norms_with_parts_that_are_frozen_and_unfrozen(
         assert error(found, plain) < ALLOWED
     # What was frozen when the layers were tapped stays left out; what is frozen later comes back.
     assert error(rows[1][-1], rows[1][0]) < ALLOWED
-    assert (error(rows[1][2], rows[1][0]) > 10 * ALLOWED) == trained[0]
+    assert (error(rows[1][2], rows[1][0]) > 3 * ALLOWED) == trained[0]
 
 
 def test_a_head_whose_outputs_are_not_projected(served: Counter[str]) -> None:

@@ -328,7 +328,9 @@ class LocalExchange(ModelExchange):
 
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of the last exchange, and totals so far."""
-        self._complete()
+        if self._thread is not None:
+            # Its error is for the next step: this rank may log alone, after its peers have gone.
+            self._thread.wait(raises=False)
         return super().metrics()
 
     def _counts(self) -> dict[str, int]:
