@@ -209,13 +209,17 @@ def _answer(setting: Setting, steps: Mapping[str, Choice], chosen: Choice) -> st
 
 def _rate_sentence(setting: Setting, exchange: str) -> str:
     """Say which learning rate local steps want."""
+    # As `LocalSteps.lr_factor`, which needs torch.
     workers, every = setting.workers, int(exchange.partition("-")[2])
     factor, formula = math.sqrt(workers), f"sqrt({workers} workers)"
-    if every > 4:
-        factor, formula = factor * math.sqrt(4 / every), f"{formula} x sqrt(4 / {every} steps)"
+    sgd, less = "that of dense", 1.0
+    if every > 2:
+        less = math.sqrt(2 / every)
+        formula, sgd = f"{formula} x sqrt(2 / {every} steps)", f"{less:.2g} times that of dense"
     return (
-        f"With AdamW, multiply the learning rate of dense training by {formula} = {factor:.2g}; "
-        "a larger model may want dense's own rate, or less; SGD wants that, or half of it."
+        f"With AdamW, multiply the learning rate of dense training by {formula} = "
+        f"{factor * less:.2g}; a larger model may want dense's own rate, or less; SGD wants {sgd}, "
+        "or half of it."
     )
 
 
