@@ -177,7 +177,7 @@ compare digits --tune lr | --tune
 compare digits --tune momentum=1 | --tune
 compare digits --tune lr=-1,1 | --tune
 compare digits --tune lr=1 --lr 1 | --lr and --tune
-compare carried.py:WikiText2CarriedLSTM --tune lr=1,2 | --tune: .. -lstm-carried' carries a state
+compare carried.py:WikiText2CarriedLSTM --tune lr=1,2 | -lstm-carried' carries a state
 compare digits --sparsifiers exdyna:x | exdyna:x
 compare digits --sparsifiers exdyna:2 | exdyna:2
 compare digits --sparsifiers exdyna:0.1@0 | exdyna:0.1@0
