@@ -427,6 +427,13 @@ def test_long_phases_have_momentum_and_a_lower_rate():
     assert gh.LocalSteps(every=8, outer_momentum=0).outer_momentum == 0
 
 
+def test_residuals_stay_in_weights_where_only_rounding_makes_them():
+    keeps = {"values": "int1"}, {"values": "int4"}
+    assert all(gh.LocalSteps(**given).keeps_residual for given in keeps)
+    not_all = {"values": "fp32"}, {"method": "topk"}, {"keep_residual": False}
+    assert not any(gh.LocalSteps(**given).keeps_residual for given in not_all)
+
+
 def test_all_methods_have_the_same_defaults():
     sparse = gh.LocalSteps(method=gh.ExDyna(density=0.02))
     assert (sparse.every, sparse.values, sparse.decay) == (4, "int1", 1.0)
@@ -449,6 +456,7 @@ def test_all_methods_have_the_same_defaults():
         ({"delay": 3}, "delay goes with overlap=True"),
         ({"overlap": True, "every": 4, "delay": 5}, "in [1, every = 4], got 5"),
         ({"overlap": 1}, "overlap must be True or False"),
+        ({"keep_residual": 0}, "keep_residual must be True or False"),
         ({"values": "int3"}, "values must be"),
         ({"method": "nothing"}, "nothing"),
     ],

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+import gradherd as gh
 from gradherd.comm.world import World
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import Exchange, plan_runs, sparse_recipe
@@ -39,6 +40,15 @@ def test_sparse_arms_have_no_momentum_unless_it_is_chosen():
         "digits", sparsify="topk", density=0.1, momentum=0.0, method={"momentum": 0.9}
     )
     assert sparse_recipe(corrected) == corrected
+
+
+def test_local_steps_have_the_rate_of_their_recipe():
+    local = gh.LocalSteps(every=8)
+    few = {"workers": 4, "lr": 0.2, "local_steps": 8, "method": {"values": "int1"}}
+    sgd = sparse_recipe(config_of("digits", momentum=0.9, **few))
+    assert (sgd.lr, sgd.momentum) == (0.1, 0.9)
+    adamw = sparse_recipe(config_of("digits", optimizer="adamw", **few))
+    assert adamw.lr == pytest.approx(0.2 * local.lr_factor(4)) == pytest.approx(0.2)
 
 
 def test_held_out_examples_are_not_trained_on():

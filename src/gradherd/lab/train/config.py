@@ -272,11 +272,17 @@ class Exchange(NamedTuple):
 
 
 def sparse_recipe(config: RunConfig) -> RunConfig:
-    """Return a sparse run with what trains best: no momentum, and the rate lr / (1 - momentum).
+    """Return a run with the rate and the momentum of dense training that suit its exchange.
 
-    What is sent has waited for many steps, and momentum would repeat it many times more.
+    A sparse one has no momentum, and the rate lr / (1 - momentum): what is sent has waited for many
+    steps, and momentum would repeat it many times more. Local steps have the rate that `LocalSteps`
+    names.
     """
-    sparse = config.density is not None and config.local_steps is None
+    if config.local_steps is not None:
+        local = config.local()
+        factor = local.lr_factor(config.workers if config.optimizer == "adamw" else 1)
+        return dataclasses.replace(config, lr=float(f"{config.lr * factor:.6g}"))
+    sparse = config.density is not None
     sparse &= config.sparsify != POWERSGD  # which sends all of a gradient, roughly
     if not sparse or not config.momentum or (config.method or {}).get("momentum"):
         return config
@@ -297,7 +303,7 @@ def plan_runs(
     """Return a run for each seed and each arm, the arms of a seed next to each other.
 
     A comparison that is interrupted then consists of complete pairs. Unless a learning rate or a
-    momentum is chosen, sparse arms get those of `sparse_recipe`.
+    momentum is chosen, arms get those of `sparse_recipe`.
 
     >>> from gradherd.lab.tasks.digits import Digits
     >>> runs = plan_runs("digits", Digits.defaults, orders=["d-rr", "cd-grab"],
