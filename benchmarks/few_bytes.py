@@ -328,7 +328,7 @@ class Run:
             if arm.decay != 1 and isinstance(exchange, VirtualWorkers):
                 for worker in exchange.workers:
                     worker.feedback.residual.mul_(arm.decay)
-            kept = exchange.residuals() if self._local.keeps_residual else 0.0
+            kept = exchange.residuals() if self._local.keep_residual else 0.0
             self._starts = (self._shared - kept).expand_as(self._weights)
             self._weights.copy_(self._starts)
 

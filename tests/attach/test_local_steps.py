@@ -147,7 +147,7 @@ def test_weights_are_equal_to_the_bit_after_an_exchange(ranks, case):
     settings = CASES[case]
     if not settings.overlap:
         after = one[settings.every], other[settings.every]
-        assert torch.equal(*after) != settings.keeps_residual
+        assert torch.equal(*after) != settings.keep_residual
     assert not torch.equal(one[1], other[1])
 
 
@@ -429,9 +429,9 @@ def test_long_phases_have_momentum_and_a_lower_rate():
 
 def test_residuals_stay_in_weights_where_only_rounding_makes_them():
     keeps = {"values": "int1"}, {"values": "int4"}
-    assert all(gh.LocalSteps(**given).keeps_residual for given in keeps)
+    assert all(gh.LocalSteps(**given).keep_residual for given in keeps)
     not_all = {"values": "fp32"}, {"method": "topk"}, {"keep_residual": False}
-    assert not any(gh.LocalSteps(**given).keeps_residual for given in not_all)
+    assert not any(gh.LocalSteps(**given).keep_residual for given in not_all)
 
 
 def test_all_methods_have_the_same_defaults():
@@ -457,6 +457,7 @@ def test_all_methods_have_the_same_defaults():
         ({"overlap": True, "every": 4, "delay": 5}, "in [1, every = 4], got 5"),
         ({"overlap": 1}, "overlap must be True or False"),
         ({"keep_residual": 0}, "keep_residual must be True or False"),
+        ({"keep_residual": True, "method": "topk"}, "keep_residual goes with a method that sends"),
         ({"values": "int3"}, "values must be"),
         ({"method": "nothing"}, "nothing"),
     ],

@@ -420,7 +420,7 @@ class Composed(Loop):
         self.pending = None
         after, size = flat(self.params), self.shared.detach().abs().max()
         self.start = self.shared.detach().clone()
-        if self.settings.keeps_residual:
+        if self.settings.keep_residual:
             self.start -= self.residual
         wanted = self.start
         if self.settings.overlap:

@@ -178,8 +178,9 @@ class LocalExchange(ModelExchange):
                 self._apply()
             if self._taken or self._called_off:
                 self._begin(forced=True)
-            elif not self._synced:
-                self._go_on_from_shared()
+            elif not self._synced:  # what this rank owes stays in its residual
+                self._synced = True
+                self._weights.write(self._start())
 
     def _start(self) -> Tensor:
         """Return (D,) the weights with which this phase began."""
@@ -189,11 +190,6 @@ class LocalExchange(ModelExchange):
     @property
     def _residual(self) -> Tensor:
         return self._worker.feedback.residual
-
-    def _go_on_from_shared(self) -> None:
-        """Give this rank the shared weights, as all others; what it owes stays in its residual."""
-        self._synced = True
-        self._weights.write(self._start())
 
     @torch.no_grad()
     def _begin(self, *, forced: bool) -> None:
@@ -285,7 +281,7 @@ class LocalExchange(ModelExchange):
         self._metrics = arrival.metrics | {"exchanges": self._worker.step}
         self._called_off = 0
         self._outer.step(arrival.mean)
-        self._synced = synced or not self._settings.keeps_residual
+        self._synced = synced or not self._settings.keep_residual
         new = self._start()
         if self._thread is not None:
             # What this rank has learned since then; nothing right after `_begin`, so that `sync`

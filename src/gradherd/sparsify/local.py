@@ -57,10 +57,11 @@ class LocalSteps:
     outer_momentum: float = None  # type: ignore[assignment]  # by the length of a phase
     """Momentum of the outer step, Nesterov's: 1 - sqrt(2 / every) if all coordinates are sent, so
     0.29 with four steps; else 0. DiLoCo has 0.9 with an `outer_lr` of 0.7."""
-    keep_residual: bool = True
-    """Whether a worker goes on with what rounding took from its difference, if all coordinates are
-    sent. It alone has learned that, so it stays in its own weights until it is sent: long runs end
-    better by it. In a few hundred steps of SGD, False with `outer_momentum=0` can be better."""
+    keep_residual: bool = None  # type: ignore[assignment]  # if rounding alone makes residuals
+    """Whether a worker goes on with what rounding took from its difference, where all coordinates
+    are sent. It alone has learned that, so it stays in its own weights until it is sent: long runs
+    end better by it. In a few hundred steps of SGD, False with `outer_momentum=0` can be better.
+    What a method has not selected waits too long for it: workers would drift apart."""
     overlap: bool = False
     """Whether the exchange runs in a thread beside the next steps. Residuals and shared weights
     are then kept in CPU memory, and sent through a gloo group."""
@@ -96,7 +97,16 @@ class LocalSteps:
             momentum = 1 - math.sqrt(min(1.0, 2 / self.every)) if all_sent else 0.0
             object.__setattr__(self, "outer_momentum", momentum)
         check_in("[0, 1)", outer_momentum=self.outer_momentum)
+        rounds_all = isinstance(self.method, Dense) and self.values != "fp32"
+        keep: Any = self.keep_residual
+        if keep is None:
+            object.__setattr__(self, "keep_residual", rounds_all)
         check_choice("keep_residual", self.keep_residual, True, False)
+        if self.keep_residual and not rounds_all:
+            raise ValueError(
+                "keep_residual goes with a method that sends all coordinates in few bits: others "
+                f"leave residuals that wait too long, got {self.method} in {self.values}"
+            )
         check_choice("overlap", self.overlap, True, False)
         if self.delay is not None and not self.overlap:
             raise ValueError(f"delay goes with overlap=True, got {self.delay} without")
@@ -121,17 +131,6 @@ class LocalSteps:
         (2.0, 1.0)
         """
         return math.sqrt(workers) * (1 - self.outer_momentum)
-
-    @property
-    def keeps_residual(self) -> bool:
-        """Whether residuals stay in the weights of their workers.
-
-        Coordinates that a method has not selected wait too long for that: workers would drift
-        apart.
-        """
-        if not self.keep_residual:
-            return False
-        return isinstance(self.method, Dense) and self.values != "fp32"
 
     @property
     def sent(self) -> Sparsify:

@@ -203,7 +203,7 @@ class LocalModels(VirtualExchange):
                 return
             self._called_off = 0
             self._outer.step(mean)
-            self._synced = not self._settings.keeps_residual
+            self._synced = not self._settings.keep_residual
             for at, (weights, snapshot) in enumerate(zip(self._weights, snapshots, strict=True)):
                 new = self._start(at)
                 if self._settings.overlap:
