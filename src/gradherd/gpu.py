@@ -2,8 +2,8 @@
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
@@ -83,6 +83,35 @@ def this_stream(device: torch.device) -> Callable[[], AbstractContextManager[Any
     if device.type != "cuda":
         return nullcontext
     return partial(torch.cuda.stream, torch.cuda.current_stream(device))
+
+
+class SideStream:
+    """A stream for what another thread does beside the training loop; on a CPU, nothing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def after_this(self) -> AbstractContextManager[None]:
+        """Return what another thread enters to work with what this thread has enqueued so far.
+
+        Neither thread makes the other wait: the stream does, and at the end of the block the thread
+        that works. So what it has written is there for all streams when the block ends, and memory
+        that it was given is not in use any more: keep a reference to it until then.
+        """
+        if self._stream is None:
+            return nullcontext()
+        return _entered(self._stream, torch.cuda.current_stream(self._stream.device).record_event())
+
+
+@contextmanager
+def _entered(stream: torch.cuda.Stream, begun: torch.cuda.Event) -> Iterator[None]:
+    # It also sets the current device, which a new thread has not inherited.
+    with torch.cuda.stream(stream):
+        stream.wait_event(begun)
+        try:
+            yield
+        finally:
+            stream.synchronize()  # without the GIL
 
 
 def captured(

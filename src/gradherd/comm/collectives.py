@@ -71,13 +71,14 @@ class PendingCollective(NamedTuple):
     def wait(self) -> Tensor:
         """Wait for the collective to finish and return its result.
 
-        With nccl it is the current CUDA stream that waits, not the host.
+        With nccl it is the current CUDA stream that waits; the host does not, but in a thread of
+        the background, where it then never waits in C++ for a rank that may have died.
 
         Raises:
             CollectiveError: A rank did not take part.
         """
         try:
-            if len(self.works) == 1 and in_background() and not self.value.is_cuda:
+            if len(self.works) == 1 and in_background():
                 self._poll()
             for work in self.works:
                 work.wait()

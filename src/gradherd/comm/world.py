@@ -117,27 +117,38 @@ class World:
         # gloo names GPUs among its devices, but has not all collectives for them.
         return bool(backend) and (device.type == "cpu" or backend != "gloo")
 
-    def side_channel(self) -> "World":
-        """Return the same world with a gloo group of its own, for tensors on the CPU.
+    def side_channel(self, device: torch.device | None = None) -> "World":
+        """Return the same world with a group of its own, for tensors of a device.
 
         A thread beside the training loop needs it: its collectives must not mix with the loop's
         own, whose order relative to the thread's differs from rank to rank. All ranks must call it
         at the same point, and `close_side_channel` when it is over.
+
+        Args:
+            device: None is the CPU. If this group cannot exchange tensors of a device, or has only
+                some of the ranks, the new one is gloo's (`exchanges` tells): for the CPU.
         """
         if self.size == 1:
             return self
-        timeout, ranks = self.timeout(), self.ranks()
+        timeout, ranks, cpu = self.timeout(), self.ranks(), torch.device("cpu")
+        if device is None or not self.exchanges(device):
+            device = cpu
         if len(ranks) == dist.get_world_size():
-            group = dist.new_group(backend="gloo", timeout=timeout)
+            backend = "gloo" if device.type == "cpu" else self.backend(device)
+            group = dist.new_group(backend=backend, timeout=timeout)
         else:
-            group = _new_gloo_subgroup(self, ranks, timeout)
-        # gloo returns when this rank is connected. One that closes its side at once must not do so
-        # while its peers are still connecting.
-        dist.barrier(group)
+            # Not nccl's: torch may split the default group's communicator, for which it needs all
+            # of its ranks.
+            device, group = cpu, _new_gloo_subgroup(self, ranks, timeout)
+        # Ranks that have exchanged something are connected. gloo returns when this rank is: one
+        # that closes its side at once must not do so while its peers are still connecting. And nccl
+        # would connect in the thread, beside whatever the loop does.
+        each = torch.zeros(self.size, device=device)
+        dist.all_to_all_single(torch.empty_like(each), each, group=group)
         return World(self.rank, self.size, group)
 
     def close_side_channel(self) -> None:
-        """Give back the threads and sockets of a side channel; does nothing to a single rank."""
+        """Give back what a side channel has taken; does nothing to a single rank."""
         # The default group may be gone already, and every other group with it.
         if self.size > 1 and self.group in c10d._world.pg_map:
             dist.destroy_process_group(self.group)

@@ -3,15 +3,15 @@
 The exchange is that of gradients (`sparsify.worker`), with the difference between shared and own
 weights in the place of the gradient. Then every rank goes on from the new shared weights, less what
 rounding took from its own difference. Of a sharded module (FSDP2) the vectors hold this rank's
-shards, which its replicas exchange. With `overlap` the exchange runs in a thread, and what a rank
-has learned meanwhile is added to the weights it goes on from.
+shards, which its replicas exchange. With `overlap` the exchange runs in a thread, on a GPU on a
+stream of its own, and what a rank has learned meanwhile is added to the weights it goes on from.
 
 Shapes: D elements of all trainable parameters, B of all floating-point buffers.
 """
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from gradherd.comm.collectives import all_gather, broadcast
 from gradherd.comm.script import run
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec, exchangeable, local_shard, plain_name, wide_dtype
+from gradherd.gpu import SideStream
 from gradherd.hooks.bucket_hook import BucketHook, world_of
 from gradherd.hooks.exchange import ModelExchange
 from gradherd.hooks.fsdp import ShardedWorlds, fsdp_modules
@@ -97,14 +98,14 @@ class LocalExchange(ModelExchange):
         self._optimizer = optimizer
         device = next(p for p in model.parameters() if p.requires_grad).device
         peers = world if sharded is None else sharded.replicate
-        # The loop's own group would mix up the collectives of a thread with those of the loop; the
-        # thread's group is gloo's, which takes tensors on the CPU, and so may be the loop's.
-        if settings.overlap or not peers.exchanges(device):
+        # The loop's own group would mix up the collectives of a thread with those of the loop.
+        self._channel = peers.side_channel(device) if settings.overlap else peers
+        if not self._channel.exchanges(device):
             device = torch.device("cpu")
+        self._side = SideStream(device)
         self._settings = settings
         self._weights = FlatWeights(model, settings.dense_below, device)
         super().__init__(self._weights.parameters, settings.sent, world, sharded, device)
-        self._channel = peers.side_channel() if settings.overlap else peers
         self._thread = BackgroundThread("gradherd-local-steps") if settings.overlap else None
         self._weights.broadcast(self._channel)
         self._outer = OuterOptimizer(settings, self._weights.read())
@@ -205,17 +206,30 @@ class LocalExchange(ModelExchange):
         self._worker.begin(1.0)
         # Without overlap nobody needs the weights again.
         self._worker.add(0, torch.sub(start, own, out=None if self._thread else own))
-        at = torch.tensor([self._steps, int(forced)], device=own.device)
-        buffers = self._weights.read_buffers()
+        at, buffers = (self._steps, int(forced)), self._weights.read_buffers()
         if self._thread is None:
             self._exchange(at, buffers)
         else:
-            self._thread.submit(lambda: self._exchange(at, buffers))
+            self._thread.submit(self._beside(at, buffers))
         self._taken, self._snapshot = 0, own  # not if the exchange has failed
         if self._thread is None or forced:
             self._apply(synced=forced)
 
-    def _exchange(self, at: Tensor, buffers: Tensor | None) -> None:
+    def _beside(self, at: tuple[int, int], buffers: Tensor | None) -> Callable[[], None]:
+        """Return `_exchange` as a job of the thread."""
+        on_side, worker = self._side.after_this(), self._worker
+
+        def job() -> None:
+            # The exchange replaces both, which this loop may have allocated: their memory must not
+            # return to the loop's stream while the side stream still reads it.
+            replaced = worker.owner_error, worker.state
+            with on_side:
+                self._exchange(at, buffers)
+            del replaced
+
+        return job
+
+    def _exchange(self, at: tuple[int, int], buffers: Tensor | None) -> None:
         """Run the exchange, here or in the thread, and keep its result until it is applied."""
         outcome, averaged, sent = self._send(at, buffers)
         self.total_bytes += sent
@@ -231,19 +245,20 @@ class LocalExchange(ModelExchange):
         self._arrival = _Arrival(outcome.whole_mean(self.layout.size), averaged, metrics)
 
     def _send(
-        self, at: Tensor, buffers: Tensor | None
+        self, at: tuple[int, int], buffers: Tensor | None
     ) -> tuple[Outcome | None, Tensor | None, int]:
         """Exchange the difference that was added to the worker, and this rank's (B,) buffers.
 
         Args:
-            at: Where this rank is, which must be the same on all ranks.
+            at: Steps of this rank, and whether `sync` asks: the same on all ranks.
             buffers: None without any.
 
         Returns:
             What has arrived, None if the exchange was called off; the mean of all buffers; bytes.
         """
         try:
-            positions, compared = all_gather(at, self._channel)
+            own = torch.tensor(at, device=self._weights.device)
+            positions, compared = all_gather(own, self._channel)
             # Ranks that have lost count of their steps would take one message for another.
             together = bool((positions == positions[0]).all())
             outcome, sent = run(self._worker.script(), self._channel) if together else (None, 0)
@@ -253,7 +268,7 @@ class LocalExchange(ModelExchange):
         except RuntimeError as error:
             reason = getattr(error, "reason", " ".join(str(error).split()))
             raise RuntimeError(
-                f"the exchange after local step {int(at[0])} failed: a rank has died, or is later "
+                f"the exchange after local step {at[0]} failed: a rank has died, or is later "
                 f"than the process group's timeout of {self.world.timeout().total_seconds():g} s "
                 f"({reason})"
             ) from error
@@ -278,6 +293,11 @@ class LocalExchange(ModelExchange):
         if arrival.mean is None:
             self._go_on_alone()
             return
+        for arrived in (arrival.mean, arrival.buffers):
+            if arrived is not None and arrived.is_cuda:
+                # The side stream has allocated it, and would have it back before this one has read
+                # it.
+                arrived.record_stream(torch.cuda.current_stream(arrived.device))
         self._metrics = arrival.metrics | {"exchanges": self._worker.step}
         self._called_off = 0
         self._outer.step(arrival.mean)
@@ -393,7 +413,11 @@ class LocalExchange(ModelExchange):
         self._arrival = self._snapshot = None
         if "snapshot" in state:
             self._snapshot = self.fill(torch.empty_like(self._outer.shared), state["snapshot"])
-            self._arrival = _Arrival(**state["arrival"])
+            arrived = _Arrival(**state["arrival"])
+            for name in ("mean", "buffers"):
+                if (tensor := getattr(arrived, name)) is not None:
+                    setattr(arrived, name, tensor.to(self._weights.device))
+            self._arrival = arrived
         weights = self._start()
         if "weights" in state:
             weights = self.fill(weights.clone(), state["weights"])

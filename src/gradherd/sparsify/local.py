@@ -63,8 +63,9 @@ class LocalSteps:
     end better by it. In a few hundred steps of SGD, False with `outer_momentum=0` can be better.
     What a method has not selected waits too long for it: workers would drift apart."""
     overlap: bool = False
-    """Whether the exchange runs in a thread beside the next steps. Residuals and shared weights
-    are then kept in CPU memory, and sent through a gloo group."""
+    """Whether the exchange runs in a thread beside the next steps: through a group of its own, and
+    on a GPU on a stream of its own. Where gloo exchanges what a GPU computes, residuals and shared
+    weights are in CPU memory."""
     delay: int | None = None
     """With `overlap`: after how many steps the result is applied; None is half of `every`. It is a
     fixed number, so that a resumed run has the same bits."""
