@@ -48,10 +48,10 @@ from gradherd.hooks.state import pack, unpack
 from gradherd.lab.ranks import RankError, run_ranks
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import load_split
+from gradherd.lab.train import rank_trainer
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.loop import Progress
 from gradherd.lab.train.runner import CHECKPOINT_FOLDER, CheckpointOptions, run_all
-from gradherd.lab.train.trainer import TrainingLoss
 
 WAYS: dict[str, dict[str, Any]] = {
     "cd-grab": {"order": "cd-grab"},
@@ -159,13 +159,13 @@ def cut_connections() -> None:
 
 def spoil_next_loss() -> None:
     """Make the next training loss of this process NaN."""
-    plain = TrainingLoss.__call__
+    plain = rank_trainer.training_loss
 
-    def spoiled(self: TrainingLoss, *args: Any) -> Any:
-        TrainingLoss.__call__ = plain  # type: ignore[method-assign]
-        return plain(self, *args) * math.nan
+    def spoiled(*args: Any) -> Any:
+        rank_trainer.training_loss = plain
+        return plain(*args) * math.nan
 
-    TrainingLoss.__call__ = spoiled  # type: ignore[method-assign]
+    rank_trainer.training_loss = spoiled
 
 
 def train(
@@ -198,7 +198,7 @@ def train_sharded(
     loader = DataLoader(data, batch_size=batch, sampler=sampler)
     herd = gh.attach(model, order=sampler)
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=config.momentum)
-    loss_of, at = TrainingLoss(config, task, len(data), 1), torch.zeros(1, dtype=torch.long)
+    at = torch.zeros(1, dtype=torch.long)
     folder, ranks = out / CHECKPOINT_FOLDER, torch.tensor([world.size])
     total = math.nan
     if resume:
@@ -215,7 +215,7 @@ def train_sharded(
     for epoch in range(sampler.epoch, config.epochs):
         sampler.set_epoch(epoch)
         for examples in herd.batches(loader):
-            loss = loss_of(model, *examples)
+            loss = task.loss(model, *examples)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -8,15 +8,17 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.data_files import find_dataset
-from gradherd.lab.tasks.metrics import eval_mode, perplexity
+from gradherd.lab.tasks.metrics import mean_over_examples, perplexity
 from gradherd.lab.tasks.task import (
+    BadTask,
     Defaults,
     Split,
     Task,
@@ -117,12 +119,29 @@ def _words(text: str) -> list[str]:
 
 
 class CarriedLSTM(WordLSTM):
-    """The same network, which takes and returns its state."""
+    """The same network, which goes on from the state in which it has left a column of the text.
 
-    def forward(self, words: Tensor, *state: Tensor) -> Tensors:  # type: ignore[override]
-        """Return logits (B, T, V), and hidden state and cell, (2, B, width); none mean zero."""
-        outputs, after = self.lstm(self.embedding(words), state or None)
-        return self.head(outputs), *after
+    It forgets all states whenever its mode is set: before each epoch and before each evaluation.
+    """
+
+    states: Tensor | None = None
+    """(2, 2, columns, width): hidden state and cell of each layer; None is zero. No buffer: these
+    are equal on all workers."""
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode, and forget."""
+        self.states = None
+        return super().train(mode)
+
+    def forward(self, words: Tensor, columns: Tensor) -> Tensor:  # type: ignore[override]
+        """Return logits (B, T, V) of (B, T) words, which come next in (B,) different columns."""
+        embedded = self.embedding(words)
+        if self.states is None:
+            self.states = embedded.new_zeros(2, 2, COLUMNS, embedded.shape[2])
+        outputs, after = self.lstm(embedded, tuple(self.states.index_select(2, columns)))
+        self.states.index_copy_(2, columns, torch.stack(after).detach())
+        logits: Tensor = self.head(outputs)
+        return logits
 
 
 @dataclass(frozen=True)
@@ -133,66 +152,57 @@ class WikiText2CarriedLSTM(WikiText2LSTM):
     each. A worker's state starts at zero in every epoch and goes, detached, from the unit it has
     visited to the one it visits next. As every order permutes units, that is hardly ever the state
     of the text before; only the evaluation reads the text in its own order.
+
+    The model keeps the states, and no checkpoint does: workers are simulated, as in all studies.
     """
 
     name: ClassVar = "wikitext2-lstm-carried"
     description: ClassVar = "the LSTM on WikiText-2 with its state carried, 1,081,792 parameters"
 
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
-        """Load (n, 36) word ids: the first sequence of all columns, then the second, and so on.
+        """Load (n, 36) word ids, the first sequence of all columns first, and their (n,) columns.
 
         A limit shortens the text before it is cut into columns.
 
         Raises:
             UnsuitableSettings: It leaves fewer sequences than there are columns.
         """
-        parts, split = [], super().load(data_dir, limit)
-        for (words,) in (split.train, split.test):
-            length = len(words) // COLUMNS
-            if not length:
-                raise UnsuitableSettings(
-                    f"{self.name} needs {COLUMNS} sequences or more, got {len(words)}"
-                )
-            columns = words[: length * COLUMNS].view(COLUMNS, length, -1)
-            # Unit g is worker g mod R's: each of 4 workers has the same columns in all its units.
-            parts.append((columns.transpose(0, 1).flatten(0, 1),))
-        return Split(*parts)
+        split = super().load(data_dir, limit)
+        return Split(self.in_columns(*split.train), self.in_columns(*split.test))
+
+    def in_columns(self, words: Tensor) -> Tensors:
+        """Return the sequences of a text, one of each column after the other, and their columns."""
+        length = len(words) // COLUMNS
+        if not length:
+            raise UnsuitableSettings(
+                f"{self.name} needs {COLUMNS} sequences or more, got {len(words)}"
+            )
+        columns = words[: length * COLUMNS].view(COLUMNS, length, -1)
+        # Unit g is worker g mod R's: each of 4 workers has the same columns in all its units.
+        return columns.transpose(0, 1).flatten(0, 1), torch.arange(COLUMNS).repeat(length)
 
     def model(self) -> nn.Module:
         """Return the network."""
+        if dist.is_initialized():  # ranks would each evaluate a part of the text, from zero
+            raise BadTask(f"task {self.name!r} takes simulated workers only: --virtual")
         return CarriedLSTM()
 
     def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
-        """Return the mean cross-entropy of the next word, from a state of zero."""
-        return self.carried_loss(model, (), *tensors)[0]
+        """Return the mean cross-entropy of the next word, of sequences in their order."""
+        parts = zip(*(tensor.split(COLUMNS) for tensor in tensors), strict=True)
+        return torch.cat([self._losses(model, *part) for part in parts]).mean()
 
-    def initial_state(self, count: int, device: torch.device) -> Tensors:
-        """Return the state before the first of `count` sequences at a time: zero."""
-        hidden = torch.zeros(2, count, WIDTH, device=device)
-        return hidden, hidden.clone()
-
-    def carried_loss(
-        self, model: nn.Module, state: Tensors, *tensors: Tensor
-    ) -> tuple[Tensor, Tensors]:
-        """Return the mean cross-entropy of the next word, and the state after the last one."""
-        (words,) = tensors
-        logits, *after = model(words[:, :-1], *state)
-        return F.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten()), tuple(after)
-
-    def whole_loss(self, model: nn.Module, *tensors: Tensor) -> float:
-        """Return the mean cross-entropy of the next word, all columns read in their order."""
-        (words,) = tensors
-        state = self.initial_state(COLUMNS, words.device)
-        total = torch.zeros((), dtype=torch.float64, device=words.device)
-        with eval_mode(model):
-            # A few sequences of each column at a time: logits over a vocabulary take much memory.
-            for rows in words.view(-1, COLUMNS, words.shape[1]).split(8 if words.is_cuda else 2):
-                # Sequences overlap by one word: what follows the last of them is predicted once.
-                text = torch.cat([rows[0], *rows[1:, :, 1:]], 1)
-                loss, state = self.carried_loss(model, state, text)
-                total += loss.double() * (text.shape[1] - 1) * COLUMNS
-        return float(total) / words[:, 1:].numel()
+    def _losses(self, model: nn.Module, words: Tensor, columns: Tensor) -> Tensor:
+        """Return (B,) the mean cross-entropy of sequences that lie beside each other."""
+        if (columns.diff() % COLUMNS != 1).any():
+            raise UnsuitableSettings(
+                f"{self.name} carries a state from batch to batch: unit must be batch_size"
+            )
+        logits, targets = model(words[:, :-1], columns).flatten(0, 1), words[:, 1:]
+        losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
+        return losses.view_as(targets).mean(1)
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
-        """Return the exponential of `whole_loss`."""
-        return float(torch.tensor(self.whole_loss(model, *tensors)).exp())
+        """Return the exponential of the mean cross-entropy of the next word."""
+        loss = mean_over_examples(model, self._losses, *tensors, chunk=COLUMNS)
+        return float(torch.tensor(loss).exp())

@@ -177,7 +177,6 @@ compare digits --tune lr | --tune
 compare digits --tune momentum=1 | --tune
 compare digits --tune lr=-1,1 | --tune
 compare digits --tune lr=1 --lr 1 | --lr and --tune
-compare carried.py:WikiText2CarriedLSTM --tune lr=1,2 | -lstm-carried' carries a state
 compare digits --sparsifiers exdyna:x | exdyna:x
 compare digits --sparsifiers exdyna:2 | exdyna:2
 compare digits --sparsifiers exdyna:0.1@0 | exdyna:0.1@0
@@ -297,8 +296,6 @@ def bad_files(place):
     for name, array in arrays.items():
         np.save(place / f"{name}.npy", array)
     (place / "text.npy").write_text("hello")
-    carried = (ROOT / "studies" / "tasks" / "lstm.py").read_text()
-    (place / "carried.py").write_text(carried)
     (place / "cut.npy").write_bytes((place / "cube.npy").read_bytes()[:150])
     for folder in ("folder.npy", "folder.toml", "broken"):
         (place / folder).mkdir()

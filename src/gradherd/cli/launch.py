@@ -61,7 +61,8 @@ def reported_errors(*, saves: bool = False) -> Iterator[None]:
         # The message has the rank's traceback; `reason` says the same in one line.
         if os.environ.get("GRADHERD_TRACEBACK"):
             raise
-        raise (UsageError if error.kind == "BadTask" else CommandFailed)(error.reason) from None
+        usage = error.kind in (BadTask.__name__, UnsuitableSettings.__name__)
+        raise (UsageError if usage else CommandFailed)(error.reason) from None
 
 
 @contextlib.contextmanager

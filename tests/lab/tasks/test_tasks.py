@@ -8,7 +8,10 @@ import torch
 from torch import nn
 
 from gradherd.cli.main import main
-from gradherd.lab.tasks import TASKS, Defaults, Split
+from gradherd.comm.world import World
+from gradherd.lab.ranks import RankError, run_ranks
+from gradherd.lab.tasks import TASKS, Defaults, Split, find_task
+from gradherd.lab.train.trainer import full_loss
 from gradherd.rows.capture import Capture
 from tests.lab.tasks.fake_data import EVERY_TASK, MAKERS, publish, task_named
 
@@ -203,61 +206,54 @@ def test_columns_of_a_text_are_read_beside_each_other(loaded, tmp_path):
         model.embedding.weight.mul_(20)  # so that the state matters
         logits = model.head(model.lstm(model.embedding(whole[:, :-1]))[0]).flatten(0, 1)
         expected = float(nn.functional.cross_entropy(logits, whole[:, 1:].flatten()))
-        reset = float(task.loss(model, text))
-    assert task.whole_loss(model, *split.train) == pytest.approx(expected, rel=1e-5)
+        forgetful = task_named("wikitext2-lstm").model()
+        forgetful.load_state_dict(model.state_dict())
+        reset = float(task_named("wikitext2-lstm").loss(forgetful, text))
+    for chunk in (16, 24, 64):
+        found = full_loss(task, model, split.train, World.single(), chunk)
+        assert found == pytest.approx(expected, rel=1e-5)
     assert task.metric(model, *split.train) == pytest.approx(math.exp(expected), rel=1e-4)
     assert abs(reset - expected) > 1e-4 * expected
     with pytest.raises(ValueError, match="needs 16 sequences or more, got 15"):
         task.load(tmp_path, limit=15)
 
 
-STUDY = """
-kind = "compare"
-theme = "ordering"
-title = "Two orders"
-task = "{task}"
-seeds = 1
-settings = {{limit = {limit}}}
-sources = {{limit = "ours", unit = "ours"}}
-arms = [{{order = "d-rr"}}, {{order = "cd-grab", unit = {unit}}}]
-"""
-
-
 @pytest.mark.parametrize(
-    ("limit", "unit", "says"),
+    ("options", "says"),
     [
-        (8, 4, "wikitext2-lstm-carried needs 16 sequences or more, got 8"),
-        (32, 2, "unit must be batch_size and divide its 32 examples, got unit 2, batch_size 4"),
+        ("--limit=8", "wikitext2-lstm-carried needs 16 sequences or more, got 8"),
+        ("--limit=32 --unit=2", "a state from batch to batch: unit must be batch_size"),
     ],
 )
 def test_settings_that_a_carried_state_refuses(
-    any_edition, capsys, tmp_path, monkeypatch, limit, unit, says
+    any_edition, capsys, tmp_path, monkeypatch, options, says
 ):
     MAKERS["wikitext-2"](tmp_path / "data", "public")
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.toml").write_text(STUDY.format(task=CARRIED, limit=limit, unit=unit))
-    options = [f"--limit={limit}", f"--unit={unit}"]
-    for words in (
-        ["train", CARRIED, *options],
-        ["train", CARRIED, *options, "--virtual"],
-        ["compare", CARRIED, *options],
-        ["study", "mine.toml"],  # whose first arm could be trained, if there are enough sequences
-    ):
-        with pytest.raises(SystemExit) as stop:
-            main([*words, "--data-dir=data", "--out=out"])
-        out, err = capsys.readouterr()
-        assert (stop.value.code, out) == (2, "")
-        assert err.startswith("gradherd: ") and err.endswith(f"{says}\n") and err.count("\n") == 1
-        assert "Error" not in err and not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit) as stop:
+        main(["train", CARRIED, "--virtual", *options.split(), "--data-dir=data", "--out=out"])
+    out, err = capsys.readouterr()
+    assert (stop.value.code, out) == (2, "")
+    assert err.startswith("gradherd: ") and err.endswith(f"{says}\n") and err.count("\n") == 1
+    assert "Error" not in err and not (tmp_path / "out").exists()
 
 
-def test_damaged_data_that_are_read_before_training(any_edition, capsys, tmp_path, monkeypatch):
+def carried_model():
+    find_task(CARRIED).model()
+
+
+def test_a_carried_state_refuses_real_ranks():
+    with pytest.raises(RankError, match="takes simulated workers only: --virtual"):
+        run_ranks(carried_model, 1)
+
+
+def test_damaged_data_are_named_and_leave_no_folder(any_edition, capsys, tmp_path, monkeypatch):
     MAKERS["wikitext-2"](tmp_path / "data", "public")
     publish(tmp_path / "data")
     (tmp_path / "data" / "wikitext-2" / "wiki.test.tokens").write_text("too short\n")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
-        main(["train", CARRIED, "--data-dir=data", "--out=out"])
+        main(["train", CARRIED, "--virtual", "--data-dir=data", "--out=out"])
     assert stop.value.code == 1 and not (tmp_path / "out").exists()
     assert "wiki.test.tokens is truncated: 10 bytes" in capsys.readouterr().err
 

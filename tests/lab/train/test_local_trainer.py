@@ -29,7 +29,6 @@ ARMS = [
     ),
     # Statistics of BatchNorm and dropout masks are each worker's own.
     config_of(f"{HERE}:Awkward", workers=2, local_steps=2),
-    config_of(f"{HERE}:Carrying", workers=2, local_steps=3),
 ]
 
 
@@ -41,8 +40,6 @@ def ranks():
 @pytest.mark.parametrize("at", range(len(ARMS)))
 def test_ranks_and_one_process_have_the_same_bits(ranks, at):
     config = dataclasses.replace(ARMS[at], virtual=True)
-    # Libraries add up an LSTM's products in an order that depends on addresses.
-    near = {"rtol": 1e-4, "atol": 1e-5} if "Carrying" in config.task else {"rtol": 0, "atol": 0}
     task = find_task(config.task)
     trainer = VirtualTrainer(config, task, task.load(None, config.limit))
     virtual = train_and_follow(trainer, trainer.ordering, config.epochs)
@@ -51,12 +48,11 @@ def test_ranks_and_one_process_have_the_same_bits(ranks, at):
         assert version == there[0]
         assert evaluation.metric == pytest.approx(there[2].metric, rel=1e-5)
         assert evaluation.loss == pytest.approx(there[2].loss, rel=1e-5)
-        torch.testing.assert_close(weights, there[3], **near)
+        torch.testing.assert_close(weights, there[3], rtol=0, atol=0)
         if not (config.method or {}).get("overlap"):
             for name in ("steps", "bytes", "density", "padding", "skipped_steps"):
                 assert getattr(own, name) == getattr(there[1], name), name
-            norm = pytest.approx(there[1].residual_norm, rel=near["rtol"], abs=0)
-            assert there[1].residual_norm and own.residual_norm == norm
+            assert own.residual_norm == there[1].residual_norm > 0
     # After the last epoch what is left of a phase is exchanged, too.
     assert torch.equal(ranks[0][at][-1][3], ranks[1][at][-1][3])
     assert not torch.equal(ranks[0][at][0][3], ranks[1][at][0][3])

@@ -12,10 +12,8 @@ from gradherd.comm.sliced_mean import mean_bytes, mean_of_rows
 from gradherd.comm.world import World
 from gradherd.lab.ranks import run_ranks
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.train.checkpoint import NoUsableCheckpoint
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.rank_trainer import MeanHook, RankTrainer
-from tests.lab.train.work import HERE
 
 
 def averaged(sizes):
@@ -72,12 +70,8 @@ class _StopAfter:
 
 def costs_of_an_epoch():
     """Return steps and bytes of an epoch, and of the same one resumed after three steps."""
-    return [costs_of_both(name) for name in ("digits", f"{HERE}:Carrying")]
-
-
-def costs_of_both(name):
-    task = find_task(name)
-    config = RunConfig.of(name, task.defaults, workers=2, epochs=1, order="cd-grab")
+    task = find_task("digits")
+    config = RunConfig.of("digits", task.defaults, workers=2, epochs=1, order="cd-grab")
     trainers = [RankTrainer(config, task, task.load(None, 64), World.detect()) for _ in range(3)]
     (whole,) = trainers[0].train_epoch(1, lambda steps=1: None)
     trainers[1].checkpointer = _StopAfter(3)
@@ -86,13 +80,8 @@ def costs_of_both(name):
     found = trainers[1].checkpointer.found
     trainers[2].load(found)
     (resumed,) = trainers[2].train_epoch(1, lambda steps=1: None)
-    # Also what was carried over the third step, without which the rest would be another training.
     for parts in zip(trainers[0].model.parameters(), trainers[2].model.parameters(), strict=True):
         torch.testing.assert_close(*parts)
-    if name != "digits":
-        found.workers = 3
-        with pytest.raises(NoUsableCheckpoint, match="saved by 3 workers, this run has 2"):
-            trainers[2].load(found)
     for trainer in trainers:
         trainer.close()
     return [(one.steps, one.bytes, one.ordering_bytes) for one in (whole, resumed)]
@@ -100,6 +89,5 @@ def costs_of_both(name):
 
 def test_a_resumed_epoch_has_sent_as_much_as_one_in_a_piece():
     # Rows wait until there are many: those of the steps before a checkpoint are exchanged for it.
-    for both in run_ranks(costs_of_an_epoch, 2):
-        for whole, resumed in both:
-            assert whole == resumed and whole[2] > 0
+    for whole, resumed in run_ranks(costs_of_an_epoch, 2):
+        assert whole == resumed and whole[2] > 0

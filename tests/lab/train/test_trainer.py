@@ -29,12 +29,9 @@ def test_the_full_loss_does_not_depend_on_ranks():
 
 
 class Forgetful(Awkward):
-    """Neither its metric nor its loss on all examples asks for evaluation mode."""
+    """Its metric does not ask for evaluation mode."""
 
     def metric(self, model, *tensors):
-        return self.loss(model, *tensors)
-
-    def whole_loss(self, model, *tensors):
         return self.loss(model, *tensors)
 
 

@@ -10,9 +10,8 @@ from torch import nn
 
 from gradherd.lab.ranks import run_ranks
 from gradherd.lab.tasks.registry import find_task
-from gradherd.lab.train.stacked_trainer import why_not_mean_loss
+from gradherd.lab.train.stacked_trainer import why_not_stackable
 from gradherd.lab.train.trainer import EpochExamples, passes
-from gradherd.lab.train.tuning import hold_out
 from gradherd.lab.train.virtual_trainer import VirtualTrainer
 from tests.lab.tasks.fake_data import EVERY_TASK, OF_STUDIES
 from tests.lab.train.work import HERE, config_of, in_one_process, on_ranks
@@ -92,34 +91,31 @@ def test_small_tasks(workers, which):
                 assert mine[0] == first[0] and torch.equal(mine[3], first[3])
 
 
-def test_batch_statistics_dropout_augmentation_and_what_is_carried_are_those_of_ranks():
+def test_batch_statistics_dropout_and_augmentation_are_those_of_ranks():
     configs = [
         config_of(f"{HERE}:Awkward"),
         config_of(f"{HERE}:Augmented", augment=True),
-        config_of(f"{HERE}:Carrying", order="cd-grab"),
-        config_of(f"{HERE}:Carrying", order="cd-grab", rows="sketch"),
     ]
     ranks = run_ranks(on_ranks, configs[0].workers, configs)
     for config, found in zip(configs, ranks[0], strict=True):
-        same(found, in_one_process(config), bits="Carrying" not in config.task)
+        same(found, in_one_process(config))
 
 
 def test_a_state_is_carried_by_each_worker_in_the_order_of_its_visits():
     """Against a loop that a reader of the published code would write, with a weight that counts."""
     config = config_of(f"{HERE}:Carrying", order="always-plus", virtual=True, momentum=0.0)
     task = find_task(config.task)
-    (words,) = task.load().train
+    words, _ = task.load().train
     trainer = VirtualTrainer(config, task, task.load())
     model = copy.deepcopy(trainer.model)
     for epoch in (1, 2):
         orders = [order.tolist() for order in trainer.ordering.orders]
         trainer.train_epoch(epoch, lambda steps=1: None)
-        states = [None] * 3
-        for step in range(6):
+        states = [None] * 4
+        for step in range(4):
             grads = []
             for worker, order in enumerate(orders):
-                # Unit j of worker w is unit 3 j + w of the text; a short order begins again.
-                unit = 3 * order[step % len(order)] + worker
+                unit = 4 * order[step] + worker  # unit j of worker w is unit 4 j + w of the text
                 batch = words[4 * unit : 4 * unit + 4]
                 out, after = model.lstm(model.embedding(batch[:, :-1]), states[worker])
                 states[worker] = tuple(one.detach() for one in after)
@@ -136,16 +132,13 @@ def test_a_state_is_carried_by_each_worker_in_the_order_of_its_visits():
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_state_needs_whole_batches_runs_alone_and_all_of_the_text():
+def test_a_state_needs_whole_batches_and_runs_alone():
     task = find_task(f"{HERE}:Carrying")
-    split = task.load()
-    for chosen in ({"unit": 2}, {"unit": 3, "batch_size": 3}):
-        config = config_of(f"{HERE}:Carrying", virtual=True, **chosen)
-        with pytest.raises(ValueError, match="unit must be batch_size and divide its 64 examples"):
-            VirtualTrainer(config, task, split)
-    assert "carries a state" in why_not_mean_loss(task, task.model(), split.train)
-    with pytest.raises(ValueError, match=r"'carrying' carries a state.* give a learning rate"):
-        hold_out(task, split, 0.2)
+    config = config_of(f"{HERE}:Carrying", virtual=True, unit=2)
+    trainer = VirtualTrainer(config, task, task.load())
+    with pytest.raises(ValueError, match=r"carrying carries a state.*: unit must be batch_size"):
+        trainer.train_epoch(1, lambda steps=1: None)
+    assert "recurrent" in why_not_stackable(config, trainer.model)
 
 
 # Of the two LSTMs the one that carries no state; the other is above, with fewer words.

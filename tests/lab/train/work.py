@@ -108,12 +108,12 @@ class Carrying(WikiText2CarriedLSTM):
     """The LSTM whose state is carried, on made-up sentences in few words."""
 
     name: ClassVar = "carrying"
-    defaults: ClassVar = replace(WikiText2CarriedLSTM.defaults, workers=3, epochs=2, lr=0.5)
+    defaults: ClassVar = replace(WikiText2CarriedLSTM.defaults, epochs=2, lr=0.5)
 
     def load(self, data_dir=None, limit=None):
         generator = torch.Generator().manual_seed(0)
-        words = torch.randint(30, (64, 6), generator=generator)  # 16 units: 6, 5 and 5
-        return Split((words,), (words[:32].flip(0),))
+        words = torch.randint(30, (64, 6), generator=generator)  # 4 units of each worker
+        return Split(self.in_columns(words), self.in_columns(words[:32].flip(0)))
 
     def model(self):
         return CarriedLSTM(words=30)

@@ -123,7 +123,7 @@ class CompareStudy(StudyKind):
         task = find_task(task_path(runs[0].settings["task"], context.folder))
         configs = [_config(run, context) for run in runs]
         # All arms before the first is trained: the last one must not fail after hours.
-        check_suitable(configs, context.data_dir)
+        check_suitable(configs)
         # Runs with small models share steps, which costs little more than one run alone.
         return [[runs[at] for at in places] for places in stack_runs(configs, new_model(task))]
 

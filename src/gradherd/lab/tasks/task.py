@@ -118,20 +118,6 @@ class Task:
         """Return all training examples, transformed at random; not overridden, there is no way."""
         raise NotImplementedError
 
-    def initial_state(self, count: int, device: torch.device) -> Tensors:
-        """Return what a worker carries into its first batch of `count` examples, all zero."""
-        return ()
-
-    def carried_loss(
-        self, model: nn.Module, state: Tensors, *tensors: Tensor
-    ) -> tuple[Tensor, Tensors]:
-        """Return the mean loss of a batch, and the state to carry into the next one."""
-        return self.loss(model, *tensors), state
-
-    def whole_loss(self, model: nn.Module, *tensors: Tensor) -> float:
-        """Return the mean loss over all examples, if they have to be read one after another."""
-        raise NotImplementedError
-
 
 REQUIRED = (*(name for name in Task.__annotations__ if name != "evaluation_chunk"),)
 REQUIRED += ("load", "model", "loss", "metric")
@@ -148,24 +134,13 @@ def as_task(found: Any) -> Task:
     return task
 
 
-def overrides(task: Task, member: str) -> bool:
-    """Return whether a task has an optional member of its own.
-
-    >>> overrides(Classifier(), "prepare"), overrides(Classifier(), "augment")
-    (True, False)
-    """
-    own = getattr(task, member)
-    return getattr(own, "__func__", own) is not vars(Task).get(member)
-
-
 def augments(task: Task) -> bool:
-    """Return whether a task can transform its examples at random."""
-    return overrides(task, "augment")
+    """Return whether a task can transform its examples at random.
 
-
-def carries_state(task: Task) -> bool:
-    """Return whether a task carries a state from batch to batch."""
-    return overrides(task, "carried_loss")
+    >>> augments(Classifier())
+    False
+    """
+    return getattr(task.augment, "__func__", task.augment) is not Task.augment
 
 
 class Classifier(Task):

@@ -23,7 +23,7 @@ from gradherd.hooks.bucket_hook import BucketHook
 from gradherd.hooks.herd import Herd
 from gradherd.hooks.state import EXCHANGES, merge_states
 from gradherd.lab.tasks.task import Split, Task
-from gradherd.lab.train.checkpoint import Checkpointer, LoadedCheckpoint, NoUsableCheckpoint
+from gradherd.lab.train.checkpoint import Checkpointer, LoadedCheckpoint
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import can_track_prefix_sums, herding_bound
 from gradherd.lab.train.optimizers import (
@@ -43,8 +43,8 @@ from gradherd.lab.train.trainer import (
     Evaluation,
     StepCallback,
     Trainer,
-    TrainingLoss,
     evaluate,
+    training_loss,
 )
 from gradherd.ordering.sampler import OrderedSampler
 
@@ -113,7 +113,6 @@ class RankTrainer(Trainer):
         # With local steps every rank trains on its own between two exchanges.
         self._module: Any = self.model if config.local_steps is not None else DDP(self.model)
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self._loss = TrainingLoss(config, task, len(split.train[0]), workers=1)
         dataset = TensorDataset(*self._examples.tensors)
         self.sampler = OrderedSampler(
             dataset,
@@ -182,8 +181,6 @@ class RankTrainer(Trainer):
         whole_epoch = counters.steps == 0
         begin = time.perf_counter()
         self._examples.begin_epoch(number)
-        if whole_epoch:  # else a checkpoint holds what is carried
-            self._loss.begin_epoch()
         # Epochs count from 1 in records, from 0 in samplers, as in torch.
         self.sampler.set_epoch(number - 1)
         self._module.train()
@@ -198,7 +195,7 @@ class RankTrainer(Trainer):
             set_lr(self._optimizer, lr)
             self._optimizer.zero_grad()
             with self._noting_divergence():
-                self._loss(self._module, *batch).backward()
+                training_loss(self._task, self._module, batch).backward()
                 if self._tracks_prefix_sums:
                     # Before clipping, which scales the gradient in place: the bound is about what
                     # was averaged.
@@ -275,10 +272,7 @@ class RankTrainer(Trainer):
             itself: its generators and residuals.
         """
         herd = self._herd.state_dict(gather=False) if herd is None else herd
-        own: dict[str, Any] = {
-            "generators": get_rng_states(self._device),
-            "carried": self._loss.tensors,
-        }
+        own: dict[str, Any] = {"generators": get_rng_states(self._device)}
         own |= {key: herd.pop(key, None) for key in EXCHANGES}
 
         def shared() -> dict[str, Any]:
@@ -296,11 +290,6 @@ class RankTrainer(Trainer):
     def load(self, checkpoint: LoadedCheckpoint) -> int:
         """Continue from a checkpoint; return the epoch to continue with."""
         shared, size = checkpoint.shared, self._world.size
-        if self._loss.tensors and checkpoint.workers != size:
-            raise NoUsableCheckpoint(
-                f"it was saved by {checkpoint.workers} workers, this run has {size}: a state that "
-                "workers carry can be continued by as many workers only"
-            )
         own = checkpoint.part(self._world.rank) if checkpoint.workers == size else {}
         self.model.load_state_dict(shared["model"])
         self._optimizer.load_state_dict(shared["optimizer"])
@@ -308,8 +297,6 @@ class RankTrainer(Trainer):
         if checkpoint.workers == size:
             self._herd.load_state_dict(_herd_state(shared, own))
             set_rng_states(own["generators"], self._device)
-            for tensor, saved in zip(self._loss.tensors, own.get("carried", ()), strict=True):
-                tensor.copy_(saved)
         else:
             ranks = range(checkpoint.workers)
             self._herd.load_state_dict(

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.flat import FlatSpec
-from gradherd.lab.tasks.task import Split, Task, Tensors, carries_state, new_model
+from gradherd.lab.tasks.task import Split, Task, Tensors, new_model
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import can_track_prefix_sums, herding_bound
 from gradherd.lab.train.optimizers import FunctionalOptimizer
@@ -111,8 +111,6 @@ def why_not_mean_loss(task: Task, model: nn.Module, tensors: Sequence[Tensor]) -
         model: A model of it; a perturbed copy is used.
         tensors: The training examples.
     """
-    if carries_state(task):
-        return "its loss carries a state from batch to batch"
     sample, model = _sample_indices(tensors), copy.deepcopy(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -3,7 +3,7 @@
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,13 +19,10 @@ from gradherd.lab.tasks.task import (
     Split,
     Task,
     Tensors,
-    UnsuitableSettings,
     as_metric,
     augments,
-    carries_state,
     check_loss,
     new_model,
-    overrides,
 )
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.record import EpochRow, finite
@@ -159,59 +156,12 @@ class EpochExamples:
             static.copy_(new)
 
 
-class TrainingLoss:
-    """The task's loss on batches of workers, and the state that some tasks carry between batches.
-
-    Each worker carries its own, from zero at the start of an epoch, through its batches in the
-    order in which it visits them.
-
-    There are so many training examples, and so many workers in this process.
-
-    Raises:
-        UnsuitableSettings: The task carries a state, and some batch is not one unit.
-    """
-
-    def __init__(self, config: RunConfig, task: Task, examples: int, workers: int) -> None:
-        self._task, self._states = task, list[Tensors]()
-        if carries_state(task):
-            check_carried(config, task, examples)
-            state, device = task.initial_state, torch.device(config.device)
-            self._states = [state(config.batch_size, device) for _ in range(workers)]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The states of all workers; empty if none is carried."""
-        return [tensor for state in self._states for tensor in state]
-
-    def begin_epoch(self) -> None:
-        """Forget what was carried."""
-        for tensor in self.tensors:
-            tensor.zero_()
-
-    def __call__(self, model: nn.Module, *examples: Tensor, worker: int = 0) -> Tensor:
-        """Return the mean loss on a batch of one of the workers."""
-        if not self._states:
-            loss = self._task.loss(model, *examples)
-            if not loss.requires_grad:
-                raise BadTask(f"task {self._task.name!r}: loss() must depend on the model")
-            return loss
-        state = self._states[worker]
-        # A copy: the backward needs the state that the forward has read.
-        loss, after = self._task.carried_loss(model, tuple(map(torch.clone, state)), *examples)
-        for tensor, new in zip(state, after, strict=True):
-            tensor.copy_(new.detach())
-        return loss
-
-
-def check_carried(config: RunConfig, task: Task, examples: int) -> None:
-    """Raise UnsuitableSettings unless a task can carry its state through all batches of a run."""
-    size = config.batch_size
-    # One row of the state for each example; rows of single examples would need theirs, too.
-    if config.unit != size or examples % size:
-        raise UnsuitableSettings(
-            f"task {task.name!r} carries a state from batch to batch: unit must be batch_size "
-            f"and divide its {examples} examples, got unit {config.unit}, batch_size {size}"
-        )
+def training_loss(task: Task, model: nn.Module, examples: Iterable[Tensor]) -> Tensor:
+    """Return the mean loss on a batch; raise BadTask if it does not depend on the model."""
+    loss = task.loss(model, *examples)
+    if not loss.requires_grad:
+        raise BadTask(f"task {task.name!r}: loss() must depend on the model")
+    return loss
 
 
 @contextlib.contextmanager
@@ -249,12 +199,6 @@ def full_loss(
     All ranks must call this: each evaluates every R-th chunk. Chunks are summed in a fixed order,
     so the result has the same bits for any number of ranks.
     """
-    if overrides(task, "whole_loss"):  # Its examples have to be read one after another.
-        whole = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
-        if not world.rank:
-            with eval_mode(model):
-                whole.fill_(task.whole_loss(model, *tensors))
-        return finite(float(all_reduce(whole, world).value))
     chunks = list(zip(*(tensor.split(chunk) for tensor in tensors), strict=True))
     sums = torch.zeros(len(chunks), dtype=torch.float64, device=tensors[0].device)
     with eval_mode(model):

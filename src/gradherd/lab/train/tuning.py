@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.comm.world import World
-from gradherd.lab.tasks.task import Split, Task, UnsuitableSettings, carries_state
+from gradherd.lab.tasks.task import Split, Task, UnsuitableSettings
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.record import RunRecord
 from gradherd.lab.train.trainer import full_loss
@@ -36,22 +36,12 @@ def _judged_by_loss(task: Task) -> Task:
     return judged
 
 
-def check_can_hold_out(task: Task) -> None:
-    """Raise UnsuitableSettings if no examples of a task can be held out."""
-    if carries_state(task):
-        raise UnsuitableSettings(
-            f"task {task.name!r} carries a state through its examples: none of them can be held "
-            "out, so give a learning rate"
-        )
-
-
 def hold_out(task: Task, split: Split, share: float) -> tuple[Task, Split]:
     """Return the task with the loss on held-out examples as its metric, and these examples.
 
     Raises:
-        UnsuitableSettings: Examples are too few, or the task carries a state through them.
+        UnsuitableSettings: Examples are too few.
     """
-    check_can_hold_out(task)
     count, exact = len(split.train[0]), Fraction(share).limit_denominator(1000)
     # Evenly spread, since examples may be sorted by class: wherever the share of those up to and
     # with an example reaches another whole number.

@@ -31,9 +31,9 @@ from gradherd.lab.train.trainer import (
     Evaluation,
     StepCallback,
     Trainer,
-    TrainingLoss,
     evaluate,
     passes,
+    training_loss,
 )
 from gradherd.ordering.coordination import (
     RowGatherer,
@@ -186,7 +186,6 @@ class VirtualTrainer(Trainer):
 
     def __init__(self, config: RunConfig, task: Task, split: Split) -> None:
         super().__init__(config, task, split)
-        self._loss = TrainingLoss(config, task, len(split.train[0]), config.workers)
         make_exchange = SharedModel if config.local_steps is None else LocalModels
         self.exchange: VirtualExchange = make_exchange(config, self.model)
         exchange = self.exchange
@@ -221,7 +220,6 @@ class VirtualTrainer(Trainer):
         config, exchange, counters, means = self._config, self.exchange, EpochCounters(), []
         begin = time.perf_counter()
         self._examples.begin_epoch(number)
-        self._loss.begin_epoch()
         indices = torch.stack(
             [self.sharding.indices(worker, own) for worker, own in enumerate(self.ordering.orders)]
         ).to(self._device)
@@ -270,7 +268,7 @@ class VirtualTrainer(Trainer):
         for worker, own in enumerate(batch):
             fetch = time.perf_counter()
             # No DataLoader: all examples are on the device, and one index fetches a batch.
-            examples = tuple(tensor[own] for tensor in self._examples.tensors)
+            examples = [tensor[own] for tensor in self._examples.tensors]
             counters.data_seconds += time.perf_counter() - fetch
             which = worker % len(self.exchange.models)
             parameters = self.exchange.parameters[which]
@@ -278,7 +276,7 @@ class VirtualTrainer(Trainer):
                 for parameter in parameters:
                     parameter.grad = None
                 with passes(self._config):
-                    loss = self._loss(self.exchange.models[which], *examples, worker=worker)
+                    loss = training_loss(self._task, self.exchange.models[which], examples)
                 loss.backward()
             # Copied out: the next worker's backward may write to the same gradients.
             grads.append(flat_grad(parameters))
