@@ -431,7 +431,6 @@ class SketchedLayer(ABC):
         self.is_idle = False
         """Whether rows are not read from it, except on batches on which layers are apart."""
         self._plans: dict[Any, Plans] = {}
-        self._last: tuple[Any, Plans] | None = None
 
     @property
     def maps(self) -> tuple[Any, Any, Any]:
@@ -529,13 +528,10 @@ class SketchedLayer(ABC):
             use, saves, self.pool.is_apart, is_aligned, inputs.shape, inputs.stride(),
             inputs.dtype, grads.shape, grads.stride(), grads.dtype,
         )  # fmt: skip
-        if self._last is not None and self._last[0] == key:  # sooner than it is looked up
-            return self._last[1]
         if key not in self._plans:
             if len(self._plans) > _MOST_PLANS:  # lengths that change from batch to batch
                 self._plans.clear()
             self._plans[key] = self._make_plans(use, inputs, grads, saves, is_aligned)
-        self._last = key, self._plans[key]
         return self._plans[key]
 
     def _make_plans(
