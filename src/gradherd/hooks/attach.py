@@ -31,10 +31,8 @@ from gradherd.hooks.torch_names import uncompiled
 from gradherd.hooks.transports import GatheringTransport, RowTransport
 from gradherd.ordering.coordination import scatters_columns
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.rows.layer_plan import describe
 from gradherd.rows.settings import (
     BatchRows,
-    ExactRows,
     RowSettings,
     choose_rows,
     resolve_rows,
@@ -423,8 +421,6 @@ def _plan_rows(
             on_gpu=next(model.parameters()).is_cuda,
             workers=order.world.size,
         )
-        if isinstance(settings, ExactRows) and policy.needs_rows and order.unit < order.batch_size:
-            why = f"{why}; {describe(inner(model))}"
     if order.world.size == 1:  # else sums may be sharded, and the first rows are compared
         length = row_length(settings, size)
         check_row_length(order.ordering.state_dict(), order.ordering.columns, length)

@@ -242,11 +242,11 @@ class ExampleRowSource(Capture, RowSource):
         bare = unwrap_model(model)
         sharded = gradient_registrar(bare) if fsdp_modules(bare) else None
         super().__init__(model, settings, batch_size=batch_size, sharded=sharded)
-        self._unit, self._reduction = unit, settings.reduction
+        self._unit = unit
 
     def take(self, examples: int, loss_scale: float) -> Tensor:
         """Return a row for each unit of the batch."""
-        single = self.pop_rows(examples, reduction=self._reduction, loss_scale=loss_scale)
+        single = self.pop_rows(examples, loss_scale=loss_scale)
         if self._unit == 1:
             return single
         # A unit is ordered by the mean gradient of its examples.

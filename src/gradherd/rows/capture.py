@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import reduce
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,6 @@ log = logging.getLogger("gradherd")
 
 # Gradients that `matrix` maps at a time.
 _MATRIX_ROWS = 1024
-Reduction = Literal["mean", "sum"]
 _EXACT = ExactRows()
 
 
@@ -85,7 +84,7 @@ class Capture:
         """
         outer, model = model, unwrap_model(model)
         self.spec = FlatSpec.of(model)
-        self._model = model
+        self._model, self._reduction = model, settings.reduction
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         # Fixes dtype and device of the rows, also for a batch without any gradient.
@@ -288,21 +287,20 @@ class Capture:
 
     # Rows.
 
-    def pop_rows(
-        self, examples: int, *, reduction: Reduction = "mean", loss_scale: float = 1.0
-    ) -> Tensor:
+    def pop_rows(self, examples: int, *, loss_scale: float = 1.0) -> Tensor:
         """Return the rows (B, k) of everything since the last pop, and forget it; exact: (B, D).
 
         Several backwards before a pop add up, as those of one loss would.
 
         Args:
             examples: B, the number of examples of the batch.
-            reduction: How the loss reduces the examples. "mean": rows are multiplied by B, so
-                that they are the gradients of single examples. "sum": they are left as they are.
             loss_scale: Factor that the loss was multiplied by (GradScaler); rows are divided by
                 it.
         """
-        scale = row_scale(examples, reduction, loss_scale)
+        if examples < 1:
+            raise ValueError(f"examples must be at least 1, got {examples}")
+        if not loss_scale > 0:
+            raise ValueError(f"loss_scale must be positive, got {loss_scale}")
         try:
             self._refuse_mismatch(examples)
             if self._check.failures is None and (mask := self.check_bitmask(examples)) is not None:
@@ -316,7 +314,8 @@ class Capture:
             self._check.next_batch(self._model.training)
             self._pool.is_apart = self._check.due
             self.clear()
-        return rows.mul_(scale)
+        # A mean divides the loss of each example by B; its own gradient is B times what arrived.
+        return rows.mul_((examples if self._reduction == "mean" else 1) / loss_scale)
 
     def _may_choose(self) -> bool:
         """Say whether layers may be chosen by the current batch."""
@@ -473,18 +472,6 @@ def _map_settings(
     rank = settings.rank if isinstance(settings, TwoSidedRows) else None
     rank = rank or (TOKEN_RANK if tokens else DEFAULT_RANK)
     return MapSettings(rank, row_length(settings, size), settings.seed, like)
-
-
-def row_scale(examples: int, reduction: str, loss_scale: float) -> float:
-    """Return the factor from what a backward gives to the gradients of single examples."""
-    if examples < 1:
-        raise ValueError(f"examples must be at least 1, got {examples}")
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
-    if not loss_scale > 0:
-        raise ValueError(f"loss_scale must be positive, got {loss_scale}")
-    # A mean divides the loss of each example by B; its own gradient is B times what arrived.
-    return (examples if reduction == "mean" else 1) / loss_scale
 
 
 def _first_tensor(tree: Any, dim: int) -> Tensor | None:

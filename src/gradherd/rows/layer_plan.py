@@ -1,11 +1,11 @@
 """Which modules of a model have rows by a sink, and with which maps."""
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,6 +34,8 @@ from gradherd.rows.sink_maps import (
     VectorMap,
     WholeMap,
 )
+
+log = logging.getLogger("gradherd")
 
 WeightMaps = tuple[MatrixMap | WholeMap, MatrixMap | OuterMap | None]
 """Maps of a weight, for many positions and, if it is another one, for one."""
@@ -316,6 +318,8 @@ class LayerPlan:
                 f"module '{name}' is compiled, and hooks set after torch.compile are ignored: "
                 "attach to the model before compiling it, use rows='sketch', or order whole batches"
             )
+        kind = type(owner.module).__name__
+        log.info("looped over, which is slow: %s (%s)", owner.name or "the model itself", kind)
         layer = LoopedModule(owner.name, owner.module, owner.parameters, self.pool, self.dims)
         self.untap.append(layer.remove)
         sizes = {local: parameter.numel() for local, parameter in owner.parameters.items()}
@@ -400,24 +404,6 @@ def layer_for(
 def _is_of_fsdp(hook: object) -> bool:
     """Return whether `fully_shard` has registered a hook, on a layer that is sharded by itself."""
     return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
-
-
-def describe(model: nn.Module) -> str:
-    """Say in one line how many modules have rules and which are looped over for exact rows.
-
-    >>> describe(nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2)))
-    'rows: 1 module by rule; 1 looped over, slower: 1 (LSTM)'
-    """
-    owners = list(parameter_owners(unwrap_model(model)))
-    shared, pool = _used_twice(owners), SinkPool(torch.empty(0), None)
-    looped = [
-        f"{owner.name or 'the model itself'} ({type(owner.module).__name__})"
-        for owner in owners
-        if layer_for(owner, pool, shared) is None
-    ]
-    count = len(owners) - len(looped)
-    line = f"rows: {count} module{'s' * (count != 1)} by rule"
-    return f"{line}; {len(looped)} looped over, slower: {', '.join(looped)}" if looped else line
 
 
 def _used_twice(owners: list[ParameterOwner]) -> set[nn.Parameter]:
