@@ -6,12 +6,20 @@ One process, one nccl rank, which sends nothing: what a step takes beyond the de
 hook itself costs: adding to residuals, selecting, writing the mean back, and waiting for the host
 where that happens. Needs torch and Triton only. Prints one JSON line per case. With
 `--profile`, also the kernels of a step, and the first place at which a step waits for the device.
+
+    python benchmarks/hook_step.py --local-steps --sizes 100e6 --batch 2048
+
+compares steps of a model without any exchange ("alone") with local steps, which exchange after
+every step or every second one: before the next ("local-1", "local-2") or beside it ("overlap-1",
+"overlap-2"). Under torchrun the ranks do exchange (bytes are not counted), also those that share a
+GPU if each sets another NCCL_HOSTID, with NCCL_P2P_DISABLE=1 and NCCL_SHM_DISABLE=1.
 """
 
 import argparse
 import contextlib
 import json
 import math
+import os
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from gradherd.comm.world import join_torchrun_group
 from gradherd.hooks.attach import attach
 from gradherd.lab.bench.timing import (
     Rows,
@@ -29,20 +38,25 @@ from gradherd.lab.bench.timing import (
     medians_in_turns,
     peak_memory,
 )
+from gradherd.sparsify.local import LocalSteps
 from gradherd.sparsify.settings import make_settings
 
 _LAYERS = 7
 _BLOCK = 10  # steps timed together: one alone is shorter than the host's own jitter
+_LOCAL_ARMS = ("local-1", "overlap-1", "local-2", "overlap-2")
 _WARMUP_STEPS = 25  # until kernels are compiled, graphs captured and residuals filled
 
 
 @contextlib.contextmanager
 def one_rank(device: torch.device) -> Iterator[None]:
-    """Be a process group of one rank: nccl on a GPU, otherwise gloo."""
+    """Be a process group of one rank, or torchrun's: nccl on a GPU, otherwise gloo."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)  # "cuda" alone has no index
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    if "WORLD_SIZE" in os.environ:
+        join_torchrun_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
@@ -55,22 +69,28 @@ def bench_hook(
     device: torch.device,
     repeats: int,
     arms: tuple[str, ...] = ("exdyna", "topk"),
+    *,
+    base: str = "dense",
+    batch: int = 32,
 ) -> Rows:
-    """Measure steps of an MLP: dense, and with the hook of each arm.
+    """Measure steps of an MLP: without a hook, and with that of each arm.
 
     Args:
         params: Approximate number of parameters.
         density: Share of them that is sent.
         device: Where to train; there must be a process group of one rank.
         repeats: Blocks of steps measured of each arm; the median counts.
-        arms: Names of sparsifiers.
+        arms: Names of sparsifiers, or of local steps as in `training_step`.
+        base: What they are compared with.
+        batch: Examples of a step.
 
     Returns:
-        A row for each arm, with the ratio to `dense` and the difference in seconds; `sync_free`
-        says whether a step never waited for the device (on a GPU).
+        A row for each arm, with the ratio to `base` and the difference in seconds; `sync_free`
+        says whether a step never waited for the device (on a GPU; None for local steps).
     """
     steps = {
-        f"step {name}": training_step(params, density, device, name) for name in ("dense", *arms)
+        f"step {name}": training_step(params, density, device, name, batch)
+        for name in (base, *arms)
     }
     peaks: dict[str, int | None] = {}
     blocks: dict[str, Callable[[], float]] = {}
@@ -78,15 +98,18 @@ def bench_hook(
         peaks[name] = peak_memory(partial(_repeat, step, _WARMUP_STEPS), device)
         blocks[name] = partial(elapsed_seconds, partial(_repeat, step, _BLOCK), device)
     seconds = {name: took / _BLOCK for name, took in medians_in_turns(blocks, repeats).items()}
-    rows = make_rows(seconds, peaks, workers=1, dim=params, sent=dict.fromkeys(steps, 0))
+    workers = dist.get_world_size()
+    rows = make_rows(seconds, peaks, workers=workers, dim=params, sent=dict.fromkeys(steps, 0))
     for row in rows:
         row["added_seconds"] = row["seconds"] - rows[0]["seconds"]
-        row["sync_free"] = _is_sync_free(steps[row["case"]], device)
+        # A thread may wait, and torch would not tell which one does.
+        may_tell = base == "dense"
+        row["sync_free"] = _is_sync_free(steps[row["case"]], device) if may_tell else None
     return rows
 
 
 def training_step(
-    params: int, density: float, device: torch.device, name: str
+    params: int, density: float, device: torch.device, name: str, batch: int = 32
 ) -> Callable[[], None]:
     """Return one training step of a model of its own.
 
@@ -94,20 +117,29 @@ def training_step(
         params: Approximate number of parameters.
         density: Share of them that is sent.
         device: Where to train.
-        name: "dense" for DDP's own exchange, or that of a sparsifier.
+        name: "dense" for DDP's own exchange, or that of a sparsifier; "alone" without DDP,
+            "local-2" with local steps every second of which exchanges, "overlap-2" beside the next.
+        batch: Examples of a step.
     """
     torch.manual_seed(0)
     width = max(8, round(math.sqrt(params / _LAYERS) / 8) * 8)
     layers: list[nn.Module] = []
     for _ in range(_LAYERS):
         layers += [nn.Linear(width, width, device=device), nn.ReLU()]
-    model = DDP(nn.Sequential(*layers))
-    if name != "dense":
-        attach(model, sparsify=make_settings(name, density))
+    model: nn.Module = nn.Sequential(*layers)
+    kind, _, every = name.partition("-")
+    is_local = kind in ("alone", "local", "overlap")
+    if not is_local:
+        model = DDP(model)
     # Stepping all parameters in one launch: the optimizer is not what is measured.
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=True)
+    if is_local and every:
+        local = LocalSteps(every=int(every), overlap=kind == "overlap")
+        attach(model, optimizer=optimizer, local=local)
+    elif name not in ("alone", "dense"):
+        attach(model, sparsify=make_settings(name, density))
     # A few inputs in rotation: the same gradient every time would pile up in the residuals.
-    inputs = [torch.randn(32, width, device=device) for _ in range(5)]
+    inputs = [torch.randn(batch, width, device=device) for _ in range(5)]
     taken = 0
 
     def step() -> None:
@@ -174,6 +206,8 @@ def main() -> None:
     parser.add_argument("--density", type=float, default=1e-3)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--local-steps", action="store_true")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     device = torch.device(options.device)
@@ -181,7 +215,12 @@ def main() -> None:
     with one_rank(device):
         for size in sizes:
             try:
-                for row in bench_hook(size, options.density, device, options.repeats):
+                given = (size, options.density, device, options.repeats)
+                if options.local_steps:
+                    rows = bench_hook(*given, _LOCAL_ARMS, base="alone", batch=options.batch)
+                else:
+                    rows = bench_hook(*given, batch=options.batch)
+                for row in rows if dist.get_rank() == 0 else []:
                     print(json.dumps(row), flush=True)
             except Exception:
                 traceback.print_exc()
