@@ -80,11 +80,16 @@ def _spawned(backend, fn, size, args, timeout):
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
 
 
+def share_gpu(rank):
+    """Let this process be a rank on the GPU of all others; before it joins a group."""
+    os.environ |= _HOSTS | {"NCCL_HOSTID": f"host-{rank}", "LOCAL_RANK": "0"}
+    torch.cuda.set_device(0)
+
+
 def _rank_main(rank, backend, fn, size, folder, args):
     torch.set_num_threads(1)
-    os.environ |= _HOSTS | {"NCCL_HOSTID": f"host-{rank}", "LOCAL_RANK": "0"}
     if backend == "nccl":
-        torch.cuda.set_device(0)
+        share_gpu(rank)
     store = dist.FileStore(str(folder / "store"), size)
     wait = timedelta(seconds=120)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=wait)

@@ -1,10 +1,12 @@
 """Loops on two ranks that end in every way a program can end: how do the processes die?
 
     python -m tests.comm.ends [--runs 5] [--kinds order,local] [--ends destroyed,raised] [--seed 0]
+        [--backend nccl]
 
 Ranks are forks that end as a script does, through the interpreter's own shutdown. Those of
 `run_ranks` do not: multiprocessing leaves by `os._exit`. Every run must end with the exit code of
 its kind of end, within its time, with the user's own message last, and without a word of C++.
+nccl's ranks share a GPU, and may say more: torch warns of groups that nobody has destroyed.
 """
 
 import argparse
@@ -87,10 +89,12 @@ class Loop:
         from torch.utils.data import DataLoader, TensorDataset
 
         import gradherd as gh
+        from tests.nccl import device
 
         draw = torch.Generator().manual_seed(0)
         data = TensorDataset(torch.randn(128, 64, generator=draw), torch.arange(128) % 10)
-        net: Any = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+        self.device = device()
+        net: Any = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(self.device)
         settings: dict[str, Any] = {}
         if kind in ("order", "rows", "sharded"):
             unit = 1 if kind == "rows" else 8
@@ -123,7 +127,7 @@ class Loop:
     def epoch(self, stop: int = -1, raises: bool = False) -> None:
         """Train for an epoch, or until step `stop`."""
         for step, (x, y) in enumerate(self.loader):
-            loss = self.loss(self.net(x), y)
+            loss = self.loss(self.net(x.to(self.device)), y.to(self.device))
             if step == stop and not raises:
                 break
             loss.backward()
@@ -133,25 +137,29 @@ class Loop:
             self.optimizer.zero_grad()
 
 
-def join(rank: int, file: str) -> None:
+def join(rank: int, file: str, backend: str) -> None:
     """Join the group of both ranks."""
     import torch
     import torch.distributed as dist
 
+    from tests.nccl import share_gpu
+
+    if backend == "nccl":
+        share_gpu(rank)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store, limit = dist.FileStore(file, RANKS), timedelta(seconds=TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=RANKS, timeout=limit)
 
 
-def train(kind: str, end: str, rank: int, file: str) -> None:
+def train(kind: str, end: str, rank: int, file: str, backend: str) -> None:
     """Be one rank, and end."""
     faulthandler.dump_traceback_later(LONGEST, exit=True)
     # Python leaves out its handler in a process that was started in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if end == "terminated-gently":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
-    join(rank, file)
+    join(rank, file, backend)
     loop = Loop(kind)
     if end in SIGNALS:
         loop.epoch()
@@ -188,12 +196,12 @@ def fail() -> None:
     raise ValueError("no luck")
 
 
-def spawned(rank: int, kind: str, file: str) -> None:
+def spawned(rank: int, kind: str, file: str, backend: str) -> None:
     """Be one rank that torch.multiprocessing has spawned."""
-    train(kind, "destroyed", rank, file)
+    train(kind, "destroyed", rank, file, backend)
 
 
-def fork(kind: str, end: str, rank: int, file: str) -> int:
+def fork(kind: str, end: str, rank: int, file: str, backend: str) -> int:
     """Start a rank; return its process id, or 0 in the rank once its loop has ended."""
     if pid := os.fork():
         return pid
@@ -203,15 +211,15 @@ def fork(kind: str, end: str, rank: int, file: str) -> int:
         import torch.multiprocessing as mp
 
         # A parent of its own for each: they meet in the file.
-        child = mp.get_context("spawn").Process(target=spawned, args=(rank, kind, file))
+        child = mp.get_context("spawn").Process(target=spawned, args=(rank, kind, file, backend))
         child.start()
         child.join()
         sys.exit(child.exitcode)
-    train(kind, end, rank, file)
+    train(kind, end, rank, file, backend)
     return 0
 
 
-def judge(end: str, codes: list[int], file: str) -> list[str]:
+def judge(end: str, codes: list[int], file: str, backend: str) -> list[str]:
     """Return what is not as it should be."""
     wrong = []
     wanted, said = ENDS[end]
@@ -220,6 +228,9 @@ def judge(end: str, codes: list[int], file: str) -> list[str]:
         last = text.strip().splitlines()[-1] if text.strip() else ""
         if code != wanted[rank]:
             wrong.append(f"rank {rank} ended with {code}, not {wanted[rank]}: {last}")
+        elif backend == "nccl":
+            if said[rank] != GONE and said[rank] not in text:
+                wrong.append(f"rank {rank} did not say {said[rank]!r}")
         elif said[rank] not in last and (last or said[rank] != GONE):
             wrong.append(f"rank {rank} said {last!r}, not {said[rank]!r}")
         elif last and not said[rank]:
@@ -239,6 +250,7 @@ def main() -> int:
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--ends", default=",".join(ENDS))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--verbose", action="store_true", help="print what failing ranks say")
     args = parser.parse_args()
     # Once, before the forks. Neither starts a thread.
@@ -255,14 +267,16 @@ def main() -> int:
             for end in args.ends.split(","):
                 file, pids = f"{folder}/{run}-{kind}-{end}", []
                 for rank in range(RANKS):
-                    pids.append(fork(kind, end, rank, file))
+                    pids.append(fork(kind, end, rank, file, args.backend))
                     if pids[-1] == 0:
                         return 0
                 if end in SIGNALS:
                     signal_all(pids, SIGNALS[end], file, chance)
                 statuses = [os.waitpid(pid, 0)[1] for pid in pids]
                 codes = [os.waitstatus_to_exitcode(status) for status in statuses]
-                found.update(f"{kind}, {end}: {one}" for one in judge(end, codes, file))
+                found.update(
+                    f"{kind}, {end}: {one}" for one in judge(end, codes, file, args.backend)
+                )
                 total += 1
     shutil.rmtree(folder)
     for what, count in sorted(found.items()):

@@ -10,6 +10,7 @@ import pytest
 from gradherd.comm import background_thread
 from gradherd.comm.background_thread import BackgroundThread
 from tests.comm import ends
+from tests.gpu import only_gpu
 
 
 def fail():
@@ -282,3 +283,11 @@ def test_every_loop_ends_as_it_should():
     """Once each what differs most; `python -m tests.comm.ends` runs all of them, many times."""
     kinds, ways = "order,sparse,overlap,sharded", "left,cell-twice,raised-alone,interrupted"
     assert ends.unexpected(1, "--kinds", kinds, "--ends", ways) == {}
+
+
+@pytest.mark.gpu
+@only_gpu
+def test_loops_with_an_exchange_beside_them_end_on_a_gpu():
+    ways = "destroyed,detached,destroyed-detached,left,broken-off,raised"
+    options = ("--kinds", "local,overlap", "--ends", ways, "--backend", "nccl")
+    assert ends.unexpected(1, *options) == {}

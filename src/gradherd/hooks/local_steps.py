@@ -98,6 +98,8 @@ class LocalExchange(ModelExchange):
         self._optimizer = optimizer
         device = next(p for p in model.parameters() if p.requires_grad).device
         peers = world if sharded is None else sharded.replicate
+        if settings.overlap and device.type != "cuda":
+            device = torch.device("cpu")  # other devices have no `SideStream`
         # The loop's own group would mix up the collectives of a thread with those of the loop.
         self._channel = peers.side_channel(device) if settings.overlap else peers
         if not self._channel.exchanges(device):
