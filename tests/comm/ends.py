@@ -89,11 +89,10 @@ class Loop:
         from torch.utils.data import DataLoader, TensorDataset
 
         import gradherd as gh
-        from tests.nccl import device
 
         draw = torch.Generator().manual_seed(0)
         data = TensorDataset(torch.randn(128, 64, generator=draw), torch.arange(128) % 10)
-        self.device = device()
+        self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
         net: Any = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10)).to(self.device)
         settings: dict[str, Any] = {}
         if kind in ("order", "rows", "sharded"):
@@ -142,9 +141,9 @@ def join(rank: int, file: str, backend: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from tests.nccl import share_gpu
-
     if backend == "nccl":
+        from tests.nccl import share_gpu
+
         share_gpu(rank)
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
