@@ -219,9 +219,33 @@ def ordered(unit):
     return orders, vector(net)
 
 
+def local_in_ddp():
+    """Take local steps with a model in DDP and with the model alone; the weights and bytes."""
+    found, generator = [], torch.Generator().manual_seed(dist.get_rank())
+    inputs = [torch.randn(8, 100, generator=generator).to(device()) for _ in range(STEPS)]
+    for wraps in (False, True):
+        net = model().to(device())
+        called = DDP(net) if wraps else net
+        optimizer = optimizer_of(net)
+        herd = gh.attach(called, optimizer=optimizer, local=CASES["overlap"])
+        for x in inputs:
+            optimizer.zero_grad()
+            called(x).square().mean().backward()
+            optimizer.step()
+        within = vector(net)
+        herd.sync()
+        found.append((within, vector(net), herd.metrics()["total_bytes"]))
+        herd.detach()
+    return found
+
+
 def in_ddp():
     """Train in DDP in all ways."""
-    return {"sparse": sparse_steps(), "ordered": {unit: ordered(unit) for unit in (1, 4)}}
+    return {
+        "sparse": sparse_steps(),
+        "ordered": {unit: ordered(unit) for unit in (1, 4)},
+        "local": local_in_ddp(),
+    }
 
 
 # --- FSDP2 ------------------------------------------------------------------------------------

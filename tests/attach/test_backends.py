@@ -159,6 +159,16 @@ def test_exdyna_in_ddp_loses_nothing(backend, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_a_model_in_ddp_takes_the_same_local_steps(backend, size):
+    ranks = [rank["local"] for rank in results(backend, work.in_ddp, size)]
+    for plain, wrapped in ranks:
+        assert torch.equal(plain[0], wrapped[0]) and torch.equal(plain[1], wrapped[1])
+        assert torch.equal(plain[1], ranks[0][0][1])
+        assert plain[2] == wrapped[2] > 0
+    assert not torch.equal(ranks[0][0][0], ranks[1][0][0])
+
+
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("unit", [1, 4])
 def test_orders_in_ddp_are_those_of_gloo_ranks(backend, size, unit):
     ranks = [rank["ordered"][unit] for rank in results(backend, work.in_ddp, size)]
