@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.data_files import find_dataset
-from gradherd.lab.tasks.metrics import perplexity
 from gradherd.lab.tasks.registry import import_file
 from gradherd.lab.tasks.task import Defaults, Split, check_limit
 
@@ -57,4 +56,4 @@ class WikiText2Characters(gpt2.WikiText2GPT2):
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
         """Return the mean cross-entropy of the next character in bits."""
-        return math.log2(perplexity(model, *tensors, chunk=250))
+        return math.log2(gpt2.perplexity(model, *tensors, chunk=250))

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.data_files import LocalDataSet, find_dataset
-from gradherd.lab.tasks.metrics import perplexity
+from gradherd.lab.tasks.metrics import mean_over_examples
 from gradherd.lab.tasks.task import Defaults, Split, Task, check_limit
 
 
@@ -274,6 +274,25 @@ class WikiText2GPT2(Task):
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
         """Return the exponential of the mean cross-entropy of the next token."""
         return perplexity(model, *tensors, chunk=8)
+
+
+def perplexity(model: nn.Module, tokens: Tensor, *, chunk: int) -> float:
+    """Return the perplexity of a language model.
+
+    Args:
+        model: Returns (B, T, V) logits of (B, T) tokens.
+        tokens: (n, T + 1) tokens; all but the first are predicted.
+        chunk: Sequences per call: logits over a vocabulary take much memory.
+    """
+
+    def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+        # Flattened as in training: softmax over a middle dimension is slow on a GPU.
+        logits, targets = model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:]
+        losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
+        return losses.view_as(targets).mean(1)
+
+    # Through a tensor: math.exp raises where torch gives infinity, which the record has as None.
+    return float(torch.tensor(mean_over_examples(model, mean_loss, tokens, chunk=chunk)).exp())
 
 
 def _blocks(text: LocalDataSet, name: str, encoder: BytePairEncoder, limit: int | None) -> Tensor:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradherd.lab.tasks.data_files import find_dataset
-from gradherd.lab.tasks.metrics import mean_over_examples, perplexity
+from gradherd.lab.tasks.metrics import mean_over_examples
 from gradherd.lab.tasks.task import (
     BadTask,
     Defaults,
@@ -65,6 +65,8 @@ class WikiText2LSTM(Task):
     metric_name: ClassVar = "test perplexity"
     higher_is_better: ClassVar = False
     evaluation_chunk: ClassVar = 256
+    metric_chunk: ClassVar = 32
+    """Sequences of the test that are read at once: logits over a vocabulary take much memory."""
     defaults: ClassVar = Defaults(
         workers=4,
         batch_size=4,
@@ -110,7 +112,15 @@ class WikiText2LSTM(Task):
 
     def metric(self, model: nn.Module, *tensors: Tensor) -> float:
         """Return the exponential of the mean cross-entropy of the next word."""
-        return perplexity(model, *tensors, chunk=32)
+        loss = mean_over_examples(model, self._losses, *tensors, chunk=self.metric_chunk)
+        return float(torch.tensor(loss).exp())
+
+    def _losses(self, model: nn.Module, words: Tensor, *columns: Tensor) -> Tensor:
+        """Return (B,) the mean cross-entropy of each sequence."""
+        # Flattened: softmax over a middle dimension is slow on a GPU.
+        logits, targets = model(words[:, :-1], *columns).flatten(0, 1), words[:, 1:]
+        losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
+        return losses.view_as(targets).mean(1)
 
 
 def _words(text: str) -> list[str]:
@@ -158,6 +168,7 @@ class WikiText2CarriedLSTM(WikiText2LSTM):
 
     name: ClassVar = "wikitext2-lstm-carried"
     description: ClassVar = "the LSTM on WikiText-2 with its state carried, 1,081,792 parameters"
+    metric_chunk: ClassVar = COLUMNS
 
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
         """Load (n, 36) word ids, the first sequence of all columns first, and their (n,) columns.
@@ -192,17 +203,10 @@ class WikiText2CarriedLSTM(WikiText2LSTM):
         parts = zip(*(tensor.split(COLUMNS) for tensor in tensors), strict=True)
         return torch.cat([self._losses(model, *part) for part in parts]).mean()
 
-    def _losses(self, model: nn.Module, words: Tensor, columns: Tensor) -> Tensor:
+    def _losses(self, model: nn.Module, words: Tensor, *columns: Tensor) -> Tensor:
         """Return (B,) the mean cross-entropy of sequences that lie beside each other."""
-        if (columns.diff() % COLUMNS != 1).any():
+        if (columns[0].diff() % COLUMNS != 1).any():
             raise UnsuitableSettings(
                 f"{self.name} carries a state from batch to batch: unit must be batch_size"
             )
-        logits, targets = model(words[:, :-1], columns).flatten(0, 1), words[:, 1:]
-        losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
-        return losses.view_as(targets).mean(1)
-
-    def metric(self, model: nn.Module, *tensors: Tensor) -> float:
-        """Return the exponential of the mean cross-entropy of the next word."""
-        loss = mean_over_examples(model, self._losses, *tensors, chunk=COLUMNS)
-        return float(torch.tensor(loss).exp())
+        return super()._losses(model, words, *columns)

@@ -9,7 +9,9 @@ import gradherd as gh
 from gradherd.comm.world import World
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.config import Exchange, plan_runs, sparse_recipe
+from gradherd.lab.train.loop import new_record
 from gradherd.lab.train.runner import run_all
+from gradherd.lab.train.trainer import evaluate
 from gradherd.lab.train.tuning import best_rates, hold_out, tuning_runs, what_to_try, with_rates
 from tests.lab.train.work import config_of, record, row
 
@@ -54,16 +56,18 @@ def test_local_steps_have_the_rate_of_their_recipe():
 def test_held_out_examples_are_not_trained_on():
     task = find_task("digits")
     split = task.load(None, 50)
-    held_task, held = hold_out(task, split, 0.2)
+    held = hold_out(split, 0.2)
     assert (len(held.train[0]), len(held.test[0])) == (40, 10)
     assert torch.equal(held.test[0], split.train[0][4::5])
     torch.manual_seed(0)
     model = task.model()
     loss = float(task.loss(model, *held.test).detach())
-    assert held_task.metric(model, *held.test) == pytest.approx(loss, rel=1e-5)
-    assert not held_task.higher_is_better and held_task.name == "digits"
+    config = config_of("digits", held_out=0.2)
+    assert evaluate(config, task, model, held).metric == pytest.approx(loss, rel=1e-5)
+    kept = new_record(config, task, held, 650)
+    assert (kept.metric_name, kept.higher_is_better) == ("loss on held-out examples", False)
     with pytest.raises(ValueError, match="too few"):
-        hold_out(task, task.load(None, 4), 0.2)
+        hold_out(task.load(None, 4), 0.2)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +75,7 @@ def test_held_out_examples_are_not_trained_on():
 )
 def test_the_share_that_is_held_out_is_the_one_asked_for(share, held):
     task = find_task("digits")
-    _, split = hold_out(task, task.load(None, 50), share)
+    split = hold_out(task.load(None, 50), share)
     assert (len(split.test[0]), len(split.train[0])) == (held, 50 - held)
 
 

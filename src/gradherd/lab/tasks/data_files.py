@@ -127,23 +127,15 @@ def data_dirs(data_dir: Path | None = None) -> list[Path]:
     given = [str(data_dir)] if data_dir is not None else []
     from_environment = os.environ.get("GRADHERD_DATA", "")
     folders = [*given, *([from_environment] if from_environment else []), str(cache_dir())]
-    # Two of them may be the same folder; errors should name it once.
-    return list(dict.fromkeys(expand_user(Path(folder)) for folder in folders))
+    # Two of them may be the same folder; errors should name it once. Not by Path's own methods,
+    # here and below: these raise for an unknown user, and for a name that is too long.
+    return list(dict.fromkeys(Path(os.path.expanduser(folder)) for folder in folders))
 
 
 def check_data_dir(data_dir: Path | None) -> None:
     """Raise ValueError if a folder is named that does not exist."""
-    if data_dir is not None and not _is_dir(expand_user(Path(data_dir))):
+    if data_dir is not None and not os.path.isdir(os.path.expanduser(data_dir)):
         raise ValueError(f"data_dir must be a folder that exists, got {str(data_dir)!r}")
-
-
-def expand_user(path: Path) -> Path:
-    """Return a path with ~ expanded; unchanged if there is no such user."""
-    try:
-        return path.expanduser()
-    # Path.expanduser raises it for ~name of an unknown user.
-    except RuntimeError:
-        return path
 
 
 def find_dataset(name: str, data_dir: Path | None = None) -> LocalDataSet:
@@ -174,7 +166,9 @@ def find_dataset(name: str, data_dir: Path | None = None) -> LocalDataSet:
     missing = next(file.name for file in files if file.name not in paths)
     hint = f" ({folder} lacks {missing})" if paths else ""
     download = f"run `gradherd data get {name}`, or " if dataset.downloads else ""
-    searched = ", ".join(f"{root}{'' if _is_dir(root) else ' (no such folder)'}" for root in roots)
+    searched = ", ".join(
+        f"{root}{'' if os.path.isdir(root) else ' (no such folder)'}" for root in roots
+    )
     raise MissingData(
         f"data set {name!r} ({dataset.title}) was not found in {searched}{hint}: "
         f"{download}{dataset.by_hand} into one of them"
@@ -222,22 +216,7 @@ def _present(folder: Path, files: tuple[DataFile, ...]) -> dict[str, Path]:
         for path in (
             folder / f"{name}{suffix}" for name in (file.name, *file.aliases) for suffix in _OPENERS
         ):
-            if is_file(path):
+            if os.path.isfile(path):
                 paths[file.name] = path
                 break
     return paths
-
-
-def is_file(path: Path) -> bool:
-    """Return whether a path is a regular file; False if that cannot be determined."""
-    try:
-        return path.is_file()
-    except OSError:  # No permission for the folder, or the name is too long.
-        return False
-
-
-def _is_dir(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # The name is too long.
-        return False

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -71,22 +70,3 @@ def accuracy(
         return scores.argmax(1) == labels
 
     return 100 * mean_over_examples(model, correct, inputs, labels, chunk=chunk)
-
-
-def perplexity(model: nn.Module, tokens: Tensor, *, chunk: int) -> float:
-    """Return the perplexity of a language model.
-
-    Args:
-        model: Returns (B, T, V) logits of (B, T) tokens.
-        tokens: (n, T + 1) tokens; all but the first are predicted.
-        chunk: Sequences per call: logits over a vocabulary take much memory.
-    """
-
-    def mean_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-        # Flattened as in training: softmax over a middle dimension is slow on a GPU.
-        logits, targets = model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:]
-        losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
-        return losses.view_as(targets).mean(1)
-
-    # Through a tensor: math.exp raises where torch gives infinity, which the record has as None.
-    return float(torch.tensor(mean_over_examples(model, mean_loss, tokens, chunk=chunk)).exp())

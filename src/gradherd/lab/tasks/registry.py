@@ -2,13 +2,13 @@
 
 import hashlib
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gradherd.lab.tasks.data_files import expand_user, is_file
 from gradherd.lab.tasks.datasets import DATASETS
 from gradherd.lab.tasks.digits import Digits, DigitsMLP
 from gradherd.lab.tasks.hmda import HMDA
@@ -62,8 +62,8 @@ def class_in_file(name: str, what: str, *bases: type) -> Any:
     """
     # The last colon: the path may hold others.
     file, _, class_name = name.rpartition(":")
-    path = expand_user(Path(file))
-    if not is_file(path):
+    path = Path(os.path.expanduser(file))
+    if not os.path.isfile(path):
         raise ValueError(f"{what}: there is no file {file!r}")
     found = None
     if class_name.isidentifier():  # An invalid name executes nothing.

@@ -109,6 +109,9 @@ class Progress:
 def new_record(config: RunConfig, task: Task, split: Split, parameters: int) -> RunRecord:
     """Return the record of a run that starts now."""
     settings: dict[str, Any] = dataclasses.asdict(config)
+    metric = (task.metric_name, task.higher_is_better)
+    if config.held_out is not None:
+        metric = ("loss on held-out examples", False)
     return RunRecord(
         task=task.name,
         description=task.description,
@@ -116,8 +119,8 @@ def new_record(config: RunConfig, task: Task, split: Split, parameters: int) -> 
         sparsify=config.exchange,
         density=config.density,
         seed=config.seed,
-        metric_name=task.metric_name,
-        higher_is_better=task.higher_is_better,
+        metric_name=metric[0],
+        higher_is_better=metric[1],
         config=settings | {"source": task.defaults.source},
         parameters=parameters,
         train_examples=len(split.train[0]),

@@ -122,7 +122,7 @@ def run_all(
     # Once for all runs: they have the same data.
     split = load_split(task, data_dir, configs[0].limit)
     if (share := configs[0].held_out) is not None:
-        task, split = hold_out(task, split, share)
+        split = hold_out(split, share)
     progress = progress or Progress()
     steps = sum(count_steps(config, len(split.train[0])) for config in configs)
     records: dict[int, RunRecord] = {}

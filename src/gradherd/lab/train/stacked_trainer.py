@@ -55,13 +55,6 @@ _SAMPLES = 16
 _FEW_GROUPS, _FEW_ELEMENTS = 8, 1024
 
 
-# These draw random numbers, or carry state from batch to batch.
-_NOT_VMAPPABLE = (
-    nn.modules.dropout._DropoutNd,
-    nn.modules.batchnorm._BatchNorm,  # Even without buffers: its statistics span a batch.
-)
-
-
 def why_not_stackable(config: RunConfig, model: nn.Module) -> str | None:
     """Return why runs like this one cannot be stacked; None if they can."""
     if config.local_steps is not None:
@@ -79,6 +72,8 @@ def why_not_stackable(config: RunConfig, model: nn.Module) -> str | None:
 def why_not_vmappable(model: nn.Module) -> str | None:
     """Return why copies of this model cannot be batched with vmap; None if they can.
 
+    `why_not_mean_loss` sees what draws random numbers, and statistics that span a batch.
+
     >>> why_not_vmappable(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     'it has buffers'
     """
@@ -88,14 +83,10 @@ def why_not_vmappable(model: nn.Module) -> str | None:
     if not all(parameter.requires_grad for parameter in model.parameters()):
         return "some of its parameters are not trained"
     for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention) and module.dropout:
-            return "it has attention with dropout"
         # vmap could batch a layer that is unrolled over time, but that is slower: a step of an
         # LSTM of width 32 on an H200 takes 1.23 ms in cuDNN, and 8.3 ms unrolled for three runs.
         if isinstance(module, nn.RNNBase | nn.RNNCellBase):
             return f"vmap has no rule for its recurrent layer ({type(module).__name__})"
-        if isinstance(module, _NOT_VMAPPABLE):
-            return f"it has a {type(module).__name__}"
     return None
 
 

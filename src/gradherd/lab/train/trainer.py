@@ -219,12 +219,17 @@ def full_loss(
 def evaluate(
     config: RunConfig, task: Task, model: nn.Module, split: Split, world: World | None = None
 ) -> Evaluation:
-    """Evaluate a model, all ranks together; rank 0 alone has the metric."""
+    """Evaluate a model, all ranks together; rank 0 alone has the metric.
+
+    That of a run that holds examples out is the loss on these.
+    """
     world = World.single() if world is None else world
     chunk = evaluation_chunk(task, model, config.batch_size)
     loss = full_loss(task, model, split.train, world, chunk)
     metric = None
-    if not world.rank:
+    if config.held_out is not None:
+        metric = full_loss(task, model, split.test, world, chunk)
+    elif not world.rank:
         # A metric that forgets to would count its examples in the statistics of batch norms.
         with eval_mode(model):
             metric = as_metric(task, task.metric(model, *split.test))

@@ -1,43 +1,24 @@
 """Choose the learning rate of each arm on examples that are held out from training."""
 
-import copy
 import dataclasses
 import math
 from collections.abc import Sequence
 from fractions import Fraction
 
 import torch
-from torch import Tensor, nn
 
-from gradherd.comm.world import World
-from gradherd.lab.tasks.task import Split, Task, UnsuitableSettings
+from gradherd.lab.tasks.task import Split, UnsuitableSettings
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.record import RunRecord
-from gradherd.lab.train.trainer import full_loss
 
 SEED = 10_000
 """Of runs that tune: beyond those of comparisons, so that more seeds do not change the choice."""
 HELD_OUT = 0.2
 """Share of the training examples that rates are compared on."""
-# Examples whose loss is computed at once; small enough for the models of our tasks.
-_CHUNK = 256
 
 
-def _judged_by_loss(task: Task) -> Task:
-    """Return a task whose metric is the loss on training examples that are held out."""
-
-    def metric(self: Task, model: nn.Module, *tensors: Tensor) -> float:
-        loss = full_loss(self, model, tensors, World.single(), _CHUNK)
-        return math.nan if loss is None else loss
-
-    own = {"metric_name": "loss on held-out examples", "higher_is_better": False, "metric": metric}
-    judged = copy.copy(task)
-    object.__setattr__(judged, "__class__", type(type(task).__name__, (type(task),), own))
-    return judged
-
-
-def hold_out(task: Task, split: Split, share: float) -> tuple[Task, Split]:
-    """Return the task with the loss on held-out examples as its metric, and these examples.
+def hold_out(split: Split, share: float) -> Split:
+    """Return the training examples, of which a share is held out and takes the place of the test.
 
     Raises:
         UnsuitableSettings: Examples are too few.
@@ -50,7 +31,7 @@ def hold_out(task: Task, split: Split, share: float) -> tuple[Task, Split]:
     if held.all() or not held.any():
         raise UnsuitableSettings(f"{count} examples are too few to hold out a share of {share}")
     parts = (tuple(tensor[which] for tensor in split.train) for which in (~held, held))
-    return _judged_by_loss(task), Split(*parts)
+    return Split(*parts)
 
 
 def tuning_runs(configs: Sequence[RunConfig], rates: Sequence[float]) -> list[RunConfig]:
