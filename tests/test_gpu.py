@@ -97,3 +97,37 @@ def test_a_capture_that_fails_ends(made, caplog):
         assert gpu.captured([refused], "a test", torch.device("cuda")) is None
     assert made[0].calls == ["begin", "end"]
     assert "no CUDA graph for a test" in caplog.text and "not permitted" in caplog.text
+
+
+def test_work_beside_the_loop_begins_after_it_and_is_over_at_the_end(monkeypatch):
+    """Also if it fails: what it was given may be freed then."""
+    done = []
+
+    class Ordered(Stream):
+        def __init__(self, device):
+            self.device = device
+
+        def record_event(self):
+            done.append("event")
+            return "event"
+
+        def wait_event(self, event):
+            done.append(f"waits for {event}")
+
+        def synchronize(self):
+            done.append("host waits")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Ordered)
+    monkeypatch.setattr(torch.cuda, "current_stream", Ordered)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    beside = gpu.SideStream(torch.device("cuda", 1)).after_this()
+    done.append("the loop goes on")
+    with pytest.raises(ValueError), beside:
+        done.append("works")
+        raise ValueError
+    assert done == ["event", "the loop goes on", "waits for event", "works", "host waits"]
+
+
+def test_work_beside_the_loop_needs_no_stream_on_a_cpu():
+    with gpu.SideStream(torch.device("cpu")).after_this() as entered:
+        assert entered is None
