@@ -209,6 +209,15 @@ def test_long_vectors_that_are_not_finite_are_left_out(value, name):
     check_left_out(sequential, SIGN_RULES[name](), vectors, 0 * running, draws, bad)
 
 
+@pytest.mark.parametrize("streams", [1, 2])
+@pytest.mark.parametrize("dim", [1, 1999, 2000, 7001])
+def test_products_of_long_rows_miss_no_column(dim, streams):
+    draw = torch.Generator().manual_seed(dim)
+    left, right = (torch.randint(-9, 10, (streams, n, dim), generator=draw) for n in (3, 2))
+    products = forms.inner_products(left.float(), right.float())
+    assert products.tolist() == (left @ right.mT).tolist()
+
+
 @pytest.mark.parametrize("name", SIGN_RULES)
 @given(seed=seeds, streams=st.integers(1, 3), block=st.integers(1, 20))
 @settings(max_examples=15, deadline=None)

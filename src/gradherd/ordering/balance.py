@@ -42,8 +42,8 @@ log = logging.getLogger("gradherd")
 FloatArray: TypeAlias = NDArray[np.floating]
 SignArray: TypeAlias = NDArray[np.int8]
 
-# Up to this many vectors, a matrix product on the CPU is slower than one product for each pair.
-_FEW_PRODUCTS = 4
+# Columns of a tile: a product of a few long rows takes BLAS half as long as many short ones.
+_TILE = 2000
 # Looked up without importing it: most processes never need it.
 _HAS_TRITON = has_triton()
 MOST = 64
@@ -159,7 +159,7 @@ def blocks(
     for start in range(0, count, block):
         span = slice(start, start + block)
         z = vectors[:, span]
-        inner, gram = yield from _products(z, running, rule, sharded)
+        inner, gram = yield from _products(z, running, sharded)
         # If sharded these are sums over ranks. So all ranks see the same and take the same
         # branch, even if only one rank's columns hold the value that is not finite.
         finite = np.isfinite(np.einsum("wpp->wp", gram)) & np.isfinite(inner)
@@ -169,7 +169,7 @@ def blocks(
             z = torch.where(torch.from_numpy(finite).to(z.device).unsqueeze(-1), z, 0)
             # The recursion adds rows of G to the products of all later vectors, so a row that is
             # not finite would spoil them: compute the products again.
-            inner, gram = yield from _products(z, running, rule, sharded)
+            inner, gram = yield from _products(z, running, sharded)
         signs[:, span] = finite * signs_from_products(inner, gram, rule, draws[:, span], carry)
         taken = torch.from_numpy(signs[:, span]).to(z.device)
         if fast := fast_form(z, running):
@@ -200,21 +200,14 @@ def give_up_kernels(error: Exception) -> None:
     log.warning("signs are computed without Triton, which has failed: %s", error)
 
 
-def _products(
-    z: Tensor, running: Tensor, rule: SignRule, sharded: bool
-) -> Script[tuple[Floats, Floats]]:
-    """Return u (W, P) and G (W, P, P) on the host.
-
-    For a few vectors the squares are left out (zero) unless the rule asks for them: a vector that
-    is not finite shows in its product with the running sum as well.
-    """
-    if z.device.type == "cpu" and len(z) == 1 and z.shape[1] <= _FEW_PRODUCTS:
-        both = _few_products(z[0], running[0], squares=rule.randomized).unsqueeze(0)
-    elif (fast := fast_form(z, running)) and z.shape[1] <= MOST:
+def _products(z: Tensor, running: Tensor, sharded: bool) -> Script[tuple[Floats, Floats]]:
+    """Return u (W, P) and G (W, P, P) on the host."""
+    if (fast := fast_form(z, running)) and z.shape[1] <= MOST:
         both = fast.products(z, running).cpu()
     else:
         # u and G in one tensor: one copy to the host, one all-reduce.
-        both = torch.cat([z @ running.unsqueeze(-1), z @ z.mT], dim=-1).to("cpu", torch.float64)
+        parts = [inner_products(z, running.unsqueeze(1)), inner_products(z, z)]
+        both = torch.cat(parts, dim=-1).to("cpu", torch.float64)
     if sharded:
         both = yield from sum_over_shards(both)
     host = both.numpy()
@@ -243,17 +236,15 @@ def _sent_columns(count: int) -> Tensor:
     return torch.cat([torch.arange(count) * (1 + count), earlier * (1 + count) + 1 + later])
 
 
-def _few_products(z: Tensor, running: Tensor, *, squares: bool) -> Tensor:
-    """Return (P, 1 + P) products of a few long vectors, each pair once.
-
-    The diagonal of G is zero without `squares`: greedy signs do not need norms.
-    """
-    both = np.zeros((len(z), 1 + len(z)))
-    for i, vector in enumerate(z):
-        both[i, 0] = (vector @ running).item()
-        for j in range(i + squares):
-            both[i, 1 + j] = both[j, 1 + i] = (vector @ z[j]).item()
-    return torch.from_numpy(both)
+def inner_products(left: Tensor, right: Tensor) -> Tensor:
+    """Return the (W, P, Q) inner products of (W, P, D) and (W, Q, D) rows."""
+    whole = left.shape[-1] // _TILE * _TILE
+    if not whole or len(left) > 1:  # tiles of several streams would be copied
+        return left @ right.mT
+    rest = left[..., whole:] @ right[..., whole:].mT
+    # (n, P, tile) and (n, Q, tile) views
+    a, b = (x[0, :, :whole].unflatten(-1, (-1, _TILE)).transpose(0, 1) for x in (left, right))
+    return torch.add(rest, (a @ b.mT).sum(0, dtype=torch.float64))
 
 
 def signs_from_products(
