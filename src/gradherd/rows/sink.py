@@ -50,6 +50,8 @@ INPUT = -1
 """Stands for a module's input where outputs are numbered from 0."""
 MATRIX, VECTOR, SINGLE = 0, 1, 2
 """Places of the three maps of a layer."""
+SHARED = True
+"""What a use says of itself where examples get copies of what they share."""
 ROW = ""
 """Key of rows to which all layers add; other keys are of a single map of a layer."""
 Shapes = dict[int, torch.Size]
@@ -61,8 +63,7 @@ TAP = "_gradherd_tap"
 Use = tuple[int, Any, bool, bool, bool]
 """How a layer is used: the dimension of the examples, what its class wants to know of it, whether
 the map for one position is taken, and whether rows of its weight or scale, and of its bias, are
-wanted. Where examples share an output: minus their number, and whether its first dimension stands
-for them. A plain tuple: it becomes part of graphs."""
+wanted. A plain tuple: it becomes part of graphs."""
 Pair = tuple[Tensor | None, Tensor | None]
 """Something of a layer's weight and of its vector; None for what is not wanted."""
 Planner = Callable[[Tensor, Tensor, int, bool], "KernelPlan | None"]
@@ -108,8 +109,7 @@ class Tap(torch.autograd.Function):
         if not is_traced:
             ctx.set_materialize_grads(False)
         # Not `view_as`: a view that was made here may not be changed in place, as ReLU does it.
-        shown: Tensor = layer.shown(output.detach(), use)
-        return shown
+        return output.detach()
 
     @staticmethod
     def backward(ctx: Any, grads: Tensor | None) -> Any:
@@ -117,8 +117,7 @@ class Tap(torch.autograd.Function):
         if grads is None:  # a `LoopedModule` whose loop ends above this layer
             return (None,) * len(ctx.needs_input_grad)
         inputs, *saved = ctx.saved_tensors
-        layer, use = ctx.layer, ctx.use
-        passed = layer.given(grads, use)
+        layer, use, passed = ctx.layer, ctx.use, grads
         nothing = [None] * (3 + len(saved))
         # Before torch 2.10 a forward may be traced by itself, and its backward run without a graph.
         if ctx.is_traced:
@@ -471,16 +470,6 @@ class SketchedLayer(ABC):
 
     # What they share.
 
-    def shown(self, output: Tensor, use: Use) -> Tensor:
-        """Return the output as the model gets it: with copies of what all examples share."""
-        if use[0] >= 0:
-            return output
-        return output.expand(-use[0], *(output.shape[1:] if use[1] else output.shape))
-
-    def given(self, grads: Tensor, use: Use) -> Tensor:
-        """Return the gradient of the output as the layer gets it."""
-        return grads if use[0] >= 0 else grads.sum(0, keepdim=use[1])
-
     def expanded(self, output: Tensor, inputs: Tensor, has_first: bool) -> Tensor:
         """Give every example its own copy of an output that all share.
 
@@ -490,10 +479,11 @@ class SketchedLayer(ABC):
             has_first: Whether the output's first dimension stands for the examples, of size 1.
         """
         is_matrix = self.matrix is not None
-        use = (-self.pool.expands(), has_first, False, is_matrix, not is_matrix)
+        shape = output.shape[1:] if has_first else output.shape
+        copies = output.expand(self.pool.expands(), *shape)
         if self.pool.recorded is not None:
-            return self.shown(output, use)
-        return self.behind_tap(output, inputs, use)
+            return copies
+        return self.behind_tap(copies, inputs, (0, SHARED, False, is_matrix, not is_matrix))
 
     def passes(self) -> bool:
         """Say whether the layer runs as if nothing was attached."""

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gradherd.rows.sink import (
+    SHARED,
     TAP,
     Pair,
     Planner,
@@ -186,9 +187,9 @@ class EmbeddingLayer(SketchedLayer):
 
     def columns(self, inputs: Tensor, grads: Tensor, use: Use, *saved: Tensor) -> Pair:
         """Return the columns from tokens (..., T) and gradients (..., T, O)."""
-        dim = use[0]
-        right = examples_first(grads, max(dim, 0), 1)
-        if dim < 0:  # shared: `shown` has expanded the output
+        dim, part, *_ = use
+        right = examples_first(grads, dim, 1)
+        if part is SHARED:
             tokens = inputs.reshape(1, -1).expand(right.shape[0], -1)
         else:
             moved = inputs.movedim(dim, 0)
