@@ -46,7 +46,10 @@ def mapped(capture: Capture, grads: Tensor) -> Tensor:
         for name, part in capture.spec.views(grads).items()
     }
     rows = grads.new_zeros(len(grads), capture._size)
-    for index, part in enumerate(parts.values()):
-        if index in capture._uses:
-            rows += capture.project_rows(index, part)
+    for name, part in parts.items():
+        uses = capture._uses.get(name)
+        if uses and uses[0].layer.is_whole:
+            rows += capture._sketch(part.flatten(1), name)
+        elif uses:
+            rows += capture.project_rows(name, part)
     return rows

@@ -61,9 +61,9 @@ def idle_layers(capture):
 def projected(model, capture, skipped=()):
     """Return the row that the gradients of all layers but some amount to."""
     total = 0
-    for index, (name, parameter) in enumerate(model.named_parameters()):
+    for name, parameter in model.named_parameters():
         if int(name.split(".")[1]) not in skipped:
-            total = total + capture.project_rows(index, parameter.grad[None])
+            total = total + capture.project_rows(name, parameter.grad[None])
     return total[0]
 
 

@@ -184,7 +184,7 @@ def test_layers_with_one_position(shape: tuple[int, int], size: int) -> None:
     model(x).square().sum(1).mean().backward()
     assert is_close(capture.pop_rows(BATCH), mapped(capture, expected))
     # Whether it is sketched as an outer product, or whole because it is short.
-    outer = isinstance(capture._uses[0][0].layer.single, sink_maps.OuterMap)
+    outer = isinstance(capture._uses["0.weight"][0].layer.single, sink_maps.OuterMap)
     assert outer == (rows * columns > max(size, sink_maps.MOST_BUCKETS))
 
 
@@ -612,7 +612,7 @@ def test_longer_rows_for_larger_models(parameters: float, size: int) -> None:
 
 def columns_of(model: nn.Module, settings: SketchRows | TwoSidedRows) -> int:
     """Return the columns that the first weight of a model is projected to."""
-    columns: int = Capture(model, settings)._uses[0][0].layer.matrix.columns
+    columns: int = next(iter(Capture(model, settings)._uses.values()))[0].layer.matrix.columns
     return columns
 
 

@@ -107,7 +107,7 @@ class Capture:
         plan = LayerPlan(model, self.spec, maps, self._pool, self._dims)
         self._uses, self._untap = plan.uses, plan.untap
         # Parameters whose gradients arrive as they are, and not as columns.
-        self._whole = [i for i, uses in self._uses.items() if uses[0].layer.is_whole]
+        self._whole = [name for name, uses in self._uses.items() if uses[0].layer.is_whole]
         # Layers of the others, and their maps, by the key of rows that are kept apart.
         self._sketched = {
             own: (layer, one)
@@ -357,11 +357,11 @@ class Capture:
                 layer, one = self._sketched[key]
                 if not layer.is_idle:
                     self._add(total, one, rows[:examples])
-        for index in self._whole:
-            _, parts = arrived_rows(self._uses[index], arrived)
-            if not parts or self._check.is_left_out(index):
+        for name in self._whole:
+            _, parts = arrived_rows(self._uses[name], arrived)
+            if not parts or name in self._check.left_out:
                 continue
-            whole, name = reduce(torch.add, parts)[:examples], self.spec.names[index]
+            whole = reduce(torch.add, parts)[:examples]
             if self._pool.is_exact:
                 total[:, self.spec.slices[name]] = whole
             else:
@@ -406,20 +406,18 @@ class Capture:
         if self._whole or self._check.left_out or self._choice.idle:
             raise ValueError("rows of this model are not a product of its gradients and a matrix")
         blocks = []
-        for index, (count, shape) in enumerate(
-            zip(self.spec.numels, self.spec.shapes, strict=True)
+        for name, count, shape in zip(
+            self.spec.names, self.spec.numels, self.spec.shapes, strict=True
         ):
             for lo in range(0, count, _MATRIX_ROWS):
                 basis = self._like.new_zeros(min(_MATRIX_ROWS, count - lo), count)
                 basis.diagonal(lo).fill_(1)
-                blocks.append(self.project_rows(index, basis.view(-1, *shape)))
+                blocks.append(self.project_rows(name, basis.view(-1, *shape)))
         return torch.cat(blocks)
 
-    def project_rows(self, index: int, grads: Tensor) -> Tensor:
+    def project_rows(self, name: str, grads: Tensor) -> Tensor:
         """Return what gradients (B, *shape) of one parameter add to the rows (B, k)."""
-        use = self._uses[index][0]
-        if use.layer.is_whole:
-            return self._sketch(grads.flatten(1), self.spec.names[index])
+        use = self._uses[name][0]
         slot = use.usual_slot
         columns = torch.stack([use.project(grad)[slot] for grad in grads])
         one: Map = use.layer.maps[slot]

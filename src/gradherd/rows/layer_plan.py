@@ -205,20 +205,20 @@ class LayerPlan:
             pool: Is given the layers.
             dims: Knows which dimensions hold the examples.
         """
-        self.uses: dict[int, list[ParameterUse]] = {}
-        """By the index of the parameter."""
+        self.uses: dict[str, list[ParameterUse]] = {}
+        """By the name of the parameter."""
         self.left_out: dict[str, str] = {}
         """Parameters without rows, with the reason."""
         self.untap: list[Callable[[], None]] = []
         """Take all taps away."""
-        self.maps, self.pool, self.spec = maps, pool, spec
+        self.maps, self.pool = maps, pool
         self.model, self.dims = model, dims
         # By parameter, not by name: modules that share a weight know it under different names.
         trained = (p for p in model.parameters() if p.requires_grad)
-        self.index = {parameter: at for at, parameter in enumerate(trained)}
+        self.names = dict(zip(trained, spec.names, strict=True))
         owners = list(parameter_owners(model))
         self.shared = _used_twice(owners)
-        self._weights: dict[int, WeightMaps] = {}
+        self._weights: dict[str, WeightMaps] = {}
         kinds = [
             (
                 owner,
@@ -246,13 +246,9 @@ class LayerPlan:
                 self._add_direct(owner)
             elif pool.is_sharded:
                 why = "its module has no rule, and a sharded one cannot be looped over"
-                self.left_out |= {self.name(one): why for one in owner.parameters.values()}
+                self.left_out |= {self.names[one]: why for one in owner.parameters.values()}
             else:
                 self._add_looped(owner)
-
-    def name(self, parameter: nn.Parameter) -> str:
-        """Return the name of a parameter."""
-        return self.spec.names[self.index[parameter]]
 
     def _fill(
         self, layer: SketchedLayer, parameters: Mapping[str, nn.Parameter], prefix: str = ""
@@ -268,7 +264,7 @@ class LayerPlan:
             self._note(own["weight"], ParameterUse(layer, ""))
         if vector:
             sizes = {local: parameter.numel() for local, parameter in vector.items()}
-            name = self.name(next(iter(vector.values())))
+            name = self.names[next(iter(vector.values()))]
             layer.vector = VectorMap(sizes, name, self.maps)
             for local, parameter in vector.items():
                 self._note(parameter, ParameterUse(layer, local))
@@ -281,12 +277,12 @@ class LayerPlan:
 
     def _weight_maps(self, layer: SketchedLayer, weight: nn.Parameter) -> WeightMaps:
         """Return the maps of a weight: the same for all layers that use it."""
-        index, maps, name = self.index[weight], self.maps, self.name(weight)
-        if index in self._weights:
-            return self._weights[index]
+        maps, name = self.maps, self.names[weight]
+        if name in self._weights:
+            return self._weights[name]
         if maps.is_exact:
-            self._weights[index] = WholeMap(tuple(weight.shape)), None
-            return self._weights[index]
+            self._weights[name] = WholeMap(tuple(weight.shape)), None
+            return self._weights[name]
         shape = weight.shape[0], math.prod(weight.shape[1:])
         if isinstance(layer, ConvLayer):
             may_be_single = layer.may_be_single
@@ -306,11 +302,11 @@ class LayerPlan:
             else:  # exact: nothing is projected
                 whole = replace(maps, columns=max(shape))
                 single = MatrixMap(shape, name, whole, keep=shape.index(min(shape)))
-        self._weights[index] = matrix, single
+        self._weights[name] = matrix, single
         return matrix, single
 
     def _note(self, parameter: nn.Parameter, use: ParameterUse) -> None:
-        self.uses.setdefault(self.index[parameter], []).append(use)
+        self.uses.setdefault(self.names[parameter], []).append(use)
 
     def _add_looped(self, owner: ParameterOwner) -> None:
         for name in compiled_modules(self.model):
@@ -347,9 +343,9 @@ class LayerPlan:
             fits = parameter.dim() > 1 and parameter.shape[0] == 1 and "." not in local
             if not fits or parameter in self.shared or type(parameter) is not nn.Parameter:
                 why = "its module uses it itself, in a way that is not followed"
-                self.left_out[self.name(parameter)] = why
+                self.left_out[self.names[parameter]] = why
                 continue
-            layer = DirectLayer(self.name(parameter), self.pool)
+            layer = DirectLayer(self.names[parameter], self.pool)
             layer.vector = VectorMap({local: parameter.numel()}, layer.name, self.maps)
             self._note(parameter, ParameterUse(layer, local))
             self.pool.layers.append(layer)

@@ -61,7 +61,7 @@ class RowCheck:
         self,
         spec: FlatSpec,
         parameters: Sequence[nn.Parameter],
-        uses: Mapping[int, Sequence[ParameterUse]],
+        uses: Mapping[str, Sequence[ParameterUse]],
         pool: SinkPool,
         *,
         strict: bool = False,
@@ -73,7 +73,7 @@ class RowCheck:
         Args:
             spec: Names and sizes of the parameters.
             parameters: The parameters, in the order of `spec`.
-            uses: The layers that use each parameter, by its index.
+            uses: The layers that use each parameter, by its name.
             pool: Has the rows that have arrived.
             strict: Raise when a parameter would be left out.
             register: Registers a hook for a parameter's gradient; None is torch's own way, in
@@ -92,41 +92,42 @@ class RowCheck:
         """In which the model computes."""
         self.failures: dict[str, str] | None = None
         """Parameters of this batch without usable rows, with the reason; None before the check."""
-        self._spec, self._parameters, self._uses, self._pool = spec, parameters, uses, pool
+        self._spec, self._uses, self._pool = spec, uses, pool
+        self._parameters = dict(zip(spec.names, parameters, strict=True))
         self._strict, self._register = strict, register or register_first
-        # Projected gradients of this batch, by the index of the parameter and by slot.
-        self._references: dict[int, dict[int, Tensor]] = {}
+        # Projected gradients of this batch, by the name of the parameter and by slot.
+        self._references: dict[str, dict[int, Tensor]] = {}
         self.batches = 0
         """Batches so far."""
         self._also_at = also_at
         self._remaining = FIRST_CHECKS
         self._training: bool | None = None
-        self._handles: dict[int, Any] = {}
+        self._handles: dict[str, Any] = {}
         self._set_hooks()
 
     def _set_hooks(self) -> None:
         """Register the hooks that are missing and remove those that are not needed."""
-        for index, parameter in enumerate(self._parameters):
+        for name, parameter in self._parameters.items():
             # A hook in Python for each of them takes longer than many a small layer. But a backward
             # may reach nothing but parameters that are left out, and counts.
-            if self.due or self.is_left_out(index):
-                if index not in self._handles:
-                    self._handles[index] = self._register(parameter, self._hook(index))
-            elif index in self._handles:
-                remove_hook(parameter, self._handles.pop(index))
+            if self.due or name in self.left_out:
+                if name not in self._handles:
+                    self._handles[name] = self._register(parameter, self._hook(name))
+            elif name in self._handles:
+                remove_hook(parameter, self._handles.pop(name))
 
-    def _hook(self, index: int) -> Callable[[Tensor], None]:
+    def _hook(self, name: str) -> Callable[[Tensor], None]:
         def hook(grad: Tensor) -> None:
             self.began()
             self.reached = True
-            if self.due and index in self._uses:
-                self._receive(index, grad.detach().to_dense() if grad.is_sparse else grad.detach())
+            if self.due and name in self._uses:
+                self._receive(name, grad.detach().to_dense() if grad.is_sparse else grad.detach())
 
         return hook
 
-    def _receive(self, index: int, grad: Tensor) -> None:
+    def _receive(self, name: str, grad: Tensor) -> None:
         """Keep a gradient to compare it with rows."""
-        use, known = self._uses[index][0], self._references.setdefault(index, {})
+        use, known = self._uses[name][0], self._references.setdefault(name, {})
         with torch.no_grad():
             for slot, kept in use.project(at_least_float32(grad)).items():
                 # A copy: it may be the gradient itself, which DDP averages in place.
@@ -138,10 +139,6 @@ class RowCheck:
         every = self.batches > 0 and self.batches % CHECK_EVERY == 0
         return every or self.batches in self._also_at
 
-    def is_left_out(self, index: int) -> bool:
-        """Say whether a parameter is left out."""
-        return self._spec.names[index] in self.left_out
-
     def check(self, examples: int) -> Tensor:
         """Return a byte for each parameter, not 0 if something is wrong with its rows."""
         apart = self._rows_apart()
@@ -150,52 +147,52 @@ class RowCheck:
         chosen = {*self.failures, *self.left_out}
         return torch.tensor([name in chosen for name in self._spec.names], dtype=torch.uint8)
 
-    def _rows_apart(self) -> dict[int, Slots]:
+    def _rows_apart(self) -> dict[str, Slots]:
         """Return the rows of each parameter, by their slots."""
-        apart: dict[int, Slots] = {}
-        for index, uses in self._uses.items():
-            if self.is_left_out(index):
+        apart: dict[str, Slots] = {}
+        for name, uses in self._uses.items():
+            if name in self.left_out:
                 continue
             found: Slots = {}
             for slot, rows in zip(*arrived_rows(uses, self._pool.arrived), strict=True):
                 found.setdefault(slot, []).append(rows)
             # In a graph idle layers have none; they share no parameters.
             if found or not uses[0].layer.is_idle:
-                apart[index] = found
+                apart[name] = found
         return apart
 
-    def _judge(self, apart: Mapping[int, Slots], allowed: float) -> dict[str, str]:
+    def _judge(self, apart: Mapping[str, Slots], allowed: float) -> dict[str, str]:
         """Return the parameters whose errors are too large, with the reason."""
-        measured: dict[int, list[float]] = {}
-        for index, slots in apart.items():
-            known = self._references.get(index, {})
+        measured: dict[str, list[float]] = {}
+        for name, slots in apart.items():
+            known = self._references.get(name, {})
             # A parameter without any rows is compared with its gradient.
             each = [_compare(slots.get(slot, ()), known.get(slot)) for slot in slots or known]
             error, size, norms = torch.stack(each).sum(0).tolist() if each else (0.0, 0.0, 0.0)
             if math.isfinite(size):
-                measured[index] = [error, size, norms]
+                measured[name] = [error, size, norms]
         # Errors that are small beside the whole row do not matter. Without this, a gradient that
         # is nothing but rounding (of a LayerNorm over one feature) would fail.
         floor = _RELEVANT_SHARE * sum(norms for _, _, norms in measured.values())
         least = torch.finfo(self._pool.like.dtype).tiny * 1e6
         # Written with `not`, so that an error of NaN fails as well.
         return {
-            self._spec.names[index]: _reason(error, size, bool(apart[index]))
-            for index, (error, size, norms) in measured.items()
+            name: _reason(error, size, bool(apart[name]))
+            for name, (error, size, norms) in measured.items()
             if not error <= allowed * max(norms, floor) + least
         }
 
-    def _used_once(self, apart: Mapping[int, Slots], examples: int) -> dict[str, str]:
+    def _used_once(self, apart: Mapping[str, Slots], examples: int) -> dict[str, str]:
         """Return parameters with a copy for each example of which only the first was used."""
         found = {}
-        for index, slots in apart.items():
-            if slots and isinstance(self._uses[index][0].layer, DirectLayer):
+        for name, slots in apart.items():
+            if slots and isinstance(self._uses[name][0].layer, DirectLayer):
                 (uses,) = slots.values()
                 rows = uses[0][:examples]
                 used, same = (rows != 0).any(1), (rows == rows[:1]).all()
                 once = bool(used[0]) and (not bool(used[1:].any()) or bool(same))
                 if len(used) > 1 and once:
-                    found[self._spec.names[index]] = "its module uses it once for all examples"
+                    found[name] = "its module uses it once for all examples"
         return found
 
     def without_batch(self) -> dict[str, str]:
@@ -211,8 +208,8 @@ class RowCheck:
                 "first one"
             )
         return {
-            self._spec.names[index]: strangers[use.layer.name]
-            for index, uses in self._uses.items()
+            name: strangers[use.layer.name]
+            for name, uses in self._uses.items()
             for use in uses
             if use.layer.name in strangers
         }
@@ -245,10 +242,9 @@ class RowCheck:
             return
         self.left_out |= new
         self._set_hooks()
-        for index, uses in self._uses.items():
-            if self._spec.names[index] in new:
-                for use in uses:
-                    use.silence(self._pool.arrived)
+        for name in new:
+            for use in self._uses.get(name, ()):
+                use.silence(self._pool.arrived)
         sizes = dict(zip(self._spec.names, self._spec.numels, strict=True))
         share = sum(sizes[name] for name in self.left_out) / max(1, self._spec.size)
         listed = "; ".join(f"{name} ({why})" for name, why in list(new.items())[:5])
@@ -297,8 +293,8 @@ class RowCheck:
 
     def remove_hooks(self) -> None:
         """Remove the hooks and forget the current batch."""
-        for index, handle in self._handles.items():
-            remove_hook(self._parameters[index], handle)
+        for name, handle in self._handles.items():
+            remove_hook(self._parameters[name], handle)
         self._handles = {}
         self.clear()
 
