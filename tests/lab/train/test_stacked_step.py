@@ -120,10 +120,14 @@ def test_no_layer_of_a_task_is_looped_over(name):
         torch.testing.assert_close(row, expected, rtol=1e-3, atol=1e-5)
 
 
-def test_a_step_of_convolutions_can_be_traced():
-    task = find_task("cifar10-lenet")
+@pytest.mark.parametrize("name", ["cifar10-lenet", "wikitext2-gpt2"])
+def test_steps_of_convolutions_and_of_norms(name):
+    """Norms are beyond torch.jit."""
+    task = task_named(name)
     models, flat = _models(task, 2)
     columns = (torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8), torch.arange(6))
+    if name == "wikitext2-gpt2":
+        columns = (torch.randint(1000, (6, 9)),)
     indices = torch.tensor([[[0, 1], [4, 3]], [[2, 5], [1, 0]]])
     with torch.no_grad():
         step = StackedStep(task, models[0], columns, FunctionalOptimizer(), flat)
