@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import signal
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -236,7 +236,7 @@ class CompareCommand:
     def _tuned(self, configs: list[RunConfig], out: Path) -> list[RunConfig]:
         """Return the runs with the best rate of each arm."""
         from gradherd.cli.launch import train_missing
-        from gradherd.lab.train.tuning import best_rates, tuning_runs, with_rates
+        from gradherd.lab.train.tuning import best_rates, tuning_runs
 
         runs = tuning_runs(configs, self.tune)
         records = train_missing(runs, out / TUNING_FOLDER, self.training, resume=self.resume)
@@ -248,7 +248,7 @@ class CompareCommand:
             at_edge = rate in (min(self.tune), max(self.tune))
             hint = " (at the edge of the grid: a wider one may be better)" if at_edge else ""
             print(f"gradherd: {order} with {exchange}: lr {rate:g}{hint}", file=sys.stderr)
-        return with_rates(configs, best)
+        return [replace(config, lr=best[config.arm]) for config in configs]
 
     def _print(self, records: list[RunRecord], page: Path) -> None:
         from gradherd.cli.report import print_comparison

@@ -97,7 +97,7 @@ def test_wrong_usage_is_one_line(capsys, tmp_path, args, complaint):
         ({"epochs": None}, "damaged record"),
         ({"row": {"train_loss": "low"}}, "epoch 1: train_loss is 'low', not a number"),
         ({"row": {"seconds": None}}, "epoch 1: seconds is None, not a number"),
-        ({"row": {"bytes": float("inf")}}, "epoch 1: bytes is inf"),
+        ({"row": {"bytes": float("inf")}}, "epoch 1: bytes is None, not an integer"),
         ({"row": {"epoch": 4}}, "epoch 1: epoch is 4"),
     ],
 )

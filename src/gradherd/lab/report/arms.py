@@ -13,7 +13,7 @@ from pathlib import Path
 
 from gradherd.lab.report.stats import MeanStd, mean_std
 from gradherd.lab.text import printable
-from gradherd.lab.train.record import RECORD_FILE, RunRecord, finite, read_record
+from gradherd.lab.train.record import RECORD_FILE, RunRecord, read_record
 
 TIME_PARTS = ("data", "compute", "ordering", "exchange", "other")
 """Parts that the seconds of an epoch are split into."""
@@ -188,7 +188,7 @@ def arm_label(key: ArmKey, keys: Sequence[ArmKey]) -> str:
 def diverged(run: RunRecord) -> bool:
     """Return whether a run ended with a loss that is not finite."""
     # The status alone misses runs that were interrupted after their loss was lost.
-    lost = bool(run.epochs) and finite(run.epochs[-1].train_loss) is None
+    lost = bool(run.epochs) and run.epochs[-1].train_loss is None
     return lost or run.status == "diverged"
 
 
@@ -239,7 +239,7 @@ def _summarize(label: str, runs: Sequence[RunRecord], longest: int) -> ArmSummar
     loss, metric = (mean_by_epoch(used, epochs, name) for name in ("train_loss", "metric"))
     none = MeanStd(mean=None, std=None)
     rows = [row for run in used for row in run.epochs[:epochs]]
-    paddings = [p for row in rows if (p := finite(row.padding)) is not None]
+    paddings = [row.padding for row in rows if row.padding is not None]
     steps = sum(row.steps for row in rows)
     order, sparsify, density = arm_key(runs[0])
     return ArmSummary(

@@ -14,7 +14,6 @@ from gradherd.lab.report.comparison import Comparison
 from gradherd.lab.report.stats import MeanStd
 from gradherd.lab.report.svg import ChartLine, page_chart
 from gradherd.lab.text import counted, in_bytes, in_seconds, listed, printable, significant
-from gradherd.lab.train.record import finite
 
 X_AXES: Mapping[str, tuple[str, Callable[[float], str] | None]] = {
     "epochs": ("epoch", None),
@@ -164,7 +163,7 @@ def _curve(
         [
             (x, value)
             for x, row in zip(xs, run.epochs, strict=False)
-            if (value := finite(getattr(row, field))) is not None
+            if (value := getattr(row, field)) is not None
         ]
         for run in arm.used
     ]

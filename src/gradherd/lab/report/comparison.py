@@ -20,7 +20,7 @@ from gradherd.lab.report.arms import (
 from gradherd.lab.report.provenance import caveats
 from gradherd.lab.report.stats import PairedDifference, paired_difference
 from gradherd.lab.text import printable
-from gradherd.lab.train.record import RunRecord, finite
+from gradherd.lab.train.record import RunRecord
 
 QUESTIONS = {
     "order": "Does a better order need fewer epochs?",
@@ -224,9 +224,8 @@ def first_at_or_below(values: Sequence[float | None], goal: float | None) -> int
         return None
     # Losses are float32: what differs by a rounding error is the same.
     goal += _ROUNDING * abs(goal)
-    known = (finite(value) for value in values)
     return next(
-        (e for e, value in enumerate(known, 1) if value is not None and value <= goal), None
+        (e for e, value in enumerate(values, 1) if value is not None and value <= goal), None
     )
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from gradherd.lab.report.arms import ArmSummary, diverged
 from gradherd.lab.text import counted, in_bytes, listed, printable, significant
-from gradherd.lab.train.record import finite
 
 COMPARED = ("order", "sparsify", "density", "local_steps", "seed")
 """Settings that are meant to differ between runs."""
@@ -54,7 +53,7 @@ def _cut_short(arms: Sequence[ArmSummary]) -> Iterator[str]:
 def _diverged(arms: Sequence[ArmSummary]) -> Iterator[str]:
     for arm in arms:
         for run in arm.used:
-            losses = [finite(row.train_loss) for row in run.epochs[: arm.epochs]]
+            losses = [row.train_loss for row in run.epochs[: arm.epochs]]
             if None in losses or diverged(run):
                 epoch = losses.index(None) + 1 if None in losses else len(losses) + 1
                 yield (

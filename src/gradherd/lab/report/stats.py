@@ -26,8 +26,6 @@ from typing import Literal
 # Not scipy.stats, which takes most of a second to import; its t distribution calls these.
 from scipy.special import stdtr, stdtrit  # type: ignore[import-untyped]
 
-from gradherd.lab.train.record import finite
-
 MIN_SEEDS = 3
 """Fewer seeds show no difference."""
 LEVEL = 0.05
@@ -78,7 +76,7 @@ def mean_std(values: Sequence[float | None]) -> MeanStd:
     >>> mean_std([1.0, None])
     MeanStd(mean=None, std=None)
     """
-    known = [value for value in map(finite, values) if value is not None]
+    known = [value for value in values if value is not None]
     if not known or len(known) < len(values):
         return MeanStd(mean=None, std=None)
     # The sample's (n - 1): a few seeds stand for all that could have been drawn.
@@ -101,10 +99,10 @@ def paired_difference(
     >>> paired_difference([1.0, 2.0, 3.5], [0.0, 1.5, 2.0], [0, 1, 2]).mean
     1.0
     """
-    pairs = [(finite(a), finite(b)) for a, b in zip(arm, reference, strict=True)]
+    pairs = zip(arm, reference, strict=True)
     known = [(a, b) for a, b in pairs if a is not None and b is not None]
     # As in `mean_std`, a run that is not finite may not be dropped silently.
-    if len(known) < 2 or len(known) < len(pairs):
+    if len(known) < max(2, len(arm)):
         return None
     deltas = [a - b for a, b in known]
     low, high, p = _t_test(deltas, scale=max(max(abs(a), abs(b)) for a, b in known))

@@ -100,11 +100,5 @@ def _read_digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     # Read, not imported: importing sklearn.datasets takes longer than a short training, and every
     # rank would do so.
     path = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
-    if path.is_file():
-        table = np.loadtxt(path, delimiter=",")
-        return table[:, :-1], table[:, -1].astype(np.int64)
-    # A release that keeps its data elsewhere knows where.
-    from sklearn import datasets  # type: ignore[import-untyped]
-
-    pixels, digits = datasets.load_digits(return_X_y=True)
-    return pixels, digits
+    table = np.loadtxt(path, delimiter=",")
+    return table[:, :-1], table[:, -1].astype(np.int64)

@@ -58,8 +58,10 @@ def download_dataset(dataset: DataSet, root: Path, progress: DownloadProgress) -
     """
     # Verified, not only present: `data get` is also the way to repair a damaged set.
     existing = find_below(dataset, root)
-    if existing is not None and _is_intact(existing):
-        return existing
+    if existing is not None:
+        with contextlib.suppress(DamagedData):
+            verify_dataset(existing)
+            return existing
     if not dataset.downloads:
         raise DownloadError(
             f"no download is known for {dataset.name!r}: {dataset.by_hand} into {root}"
@@ -96,14 +98,6 @@ def download_dataset(dataset: DataSet, root: Path, progress: DownloadProgress) -
     local = find_below(dataset, root)
     assert local is not None
     return local
-
-
-def _is_intact(local: LocalDataSet) -> bool:
-    try:
-        verify_dataset(local)
-    except DamagedData:
-        return False
-    return True
 
 
 def _fetch(download: Download, dataset: DataSet, root: Path, progress: DownloadProgress) -> None:

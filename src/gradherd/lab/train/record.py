@@ -22,7 +22,6 @@ _MAX_VALUE = 1e100
 """Largest number; squares and sums of these stay finite."""
 _MAX_DEPTH = 16
 """Nesting of lists and mappings in a setting; the ones we write have two levels."""
-_NON_FINITE_FIELDS = ("train_loss", "metric")
 _WORDS = {str: "a string", bool: "true or false", int: "an integer", float: "a number"}
 
 
@@ -39,8 +38,6 @@ def find_problem(record: "RunRecord") -> str | None:
             return f"epoch {position}: epoch is {short_repr(row.epoch)}"
         for name, hint in _types(EpochRow).items():
             value = getattr(row, name)
-            if name in _NON_FINITE_FIELDS and isinstance(value, float) and not math.isfinite(value):
-                continue  # The run has diverged: a result, not damage.
             # Counts may have been averaged.
             if not has_type(value, float if hint is int else hint):
                 return f"epoch {position}: {name} is {short_repr(value)}, not {type_words(hint)}"
@@ -95,23 +92,16 @@ def type_words(expected: Any) -> str:
     return _WORDS.get(expected, "a table")
 
 
-def _nested_problem(value: dict[str, Any]) -> str | None:
-    """Return what prevents settings from being displayed, compared and written as JSON, or None.
-
-    Level by level, not recursively: a hostile file may be nested deeper than Python's stack.
-    """
-    level: list[Any] = [value]
-    for _ in range(_MAX_DEPTH):
-        inner: list[Any] = []
-        for item in level:
-            if isinstance(item, dict | list):
-                inner += item.values() if isinstance(item, dict) else item
-            elif not isinstance(item, str | bool | None) and not is_number(item):
-                return f"{short_repr(item)}, which is too large or not a number"
-        level = inner
-        if not level:
-            return None
-    return f"more than {_MAX_DEPTH} levels"
+def _nested_problem(value: Any, depth: int = 0) -> str | None:
+    """Return what prevents settings from being displayed, compared and written as JSON, or None."""
+    if depth == _MAX_DEPTH:  # A hostile file may be nested deeper than Python's stack.
+        return f"more than {_MAX_DEPTH} levels"
+    if isinstance(value, dict | list):
+        inner = value.values() if isinstance(value, dict) else value
+        return next(filter(None, (_nested_problem(one, depth + 1) for one in inner)), None)
+    if isinstance(value, str | bool | None) or is_number(value):
+        return None
+    return f"{short_repr(value)}, which is too large or not a number"
 
 
 def is_number(value: object) -> bool:
@@ -269,7 +259,8 @@ def read_record(path: Path) -> RunRecord:
     """Read a record.json; raise a ValueError that names it if it is damaged."""
     name = printable(path)
     try:
-        content = json.loads(read_bounded(path).decode())
+        # JSON has no NaN, and None where a run has diverged; Python's reader would take it.
+        content = json.loads(read_bounded(path).decode(), parse_constant=lambda name: None)
     except OSError as error:  # It repeats the path, which the message has already.
         raise ValueError(f"{name}: {error.strerror or error}") from None
     # RecursionError: nested brackets can be deeper than the stack of the parser.

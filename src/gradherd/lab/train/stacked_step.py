@@ -102,26 +102,17 @@ def _make_gradients(task: Task, model: nn.Module, tensors: Tensors) -> Gradients
         return task.loss(FunctionalModel(vmappable, named), *examples)  # type: ignore[arg-type]
 
     of_groups = vmap(grad(loss_of_group), in_dims=(None, *(0 for _ in tensors)))
-    # vmap over models turns a convolution into one with a group per model, which is slow.
-    of_runs = vmap(of_groups)
-    if prefers_loop(model):
-        of_runs = _loop_over_runs(of_groups)
+    loops = prefers_loop(model)
 
     def gradients(parameters: Tensor, examples: Tensors) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):  # vmap has no rule for the fused kernels.
-            grads: Tensor = of_runs(parameters, *examples)
+            if loops:
+                runs = zip(parameters, *examples, strict=True)
+                return torch.stack([of_groups(*run) for run in runs])
+            grads: Tensor = vmap(of_groups)(parameters, *examples)
         return grads
 
     return gradients
-
-
-def _loop_over_runs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function like `vmap(function)` that loops."""
-
-    def looped(*tensors: Tensor) -> Tensor:
-        return torch.stack([function(*run) for run in zip(*tensors, strict=True)])
-
-    return looped
 
 
 class FunctionalModel:
@@ -245,8 +236,8 @@ class PatchConv2d(nn.Conv2d):
 def prefers_loop(model: nn.Module) -> bool:
     """Return whether models should be looped over, with vmap only over each model's examples.
 
-    Libraries are fast at convolving many images with one set of weights, but not with one set
-    per model.
+    vmap over models turns a convolution into one with a group per model, and libraries are slow at
+    convolving with one set of weights per model.
 
     >>> prefers_loop(nn.Conv2d(3, 6, 5)), prefers_loop(nn.Linear(2, 2))
     (True, False)
@@ -259,17 +250,9 @@ def make_vmappable(model: nn.Module) -> nn.Module:
     # A copy: changing the class in place would change the model that evaluates.
     model = copy.deepcopy(model)
     for module in model.modules():
-        # Same parameters and settings, another forward: changing the class is enough.
-        if _plain_conv(module):
-            module.__class__ = PatchConv2d
-    return model
-
-
-def _plain_conv(module: nn.Module) -> bool:
-    return (
-        type(module) is nn.Conv2d
-        and module.groups == 1
-        and module.padding_mode == "zeros"
         # "same" and "valid" would have to be turned into numbers first.
-        and not isinstance(module.padding, str)
-    )
+        if type(module) is nn.Conv2d and not isinstance(module.padding, str):
+            if module.groups == 1 and module.padding_mode == "zeros":
+                # Same parameters and settings, another forward: changing the class is enough.
+                module.__class__ = PatchConv2d
+    return model

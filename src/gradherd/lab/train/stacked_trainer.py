@@ -226,7 +226,7 @@ class StackedTrainer(Trainer):
         assert needs_rows == sorted(needs_rows)
         self._first_with_rows = without = needs_rows.count(False)
         # Orders of a stack that need rows read them alike.
-        rows = row_settings(self._configs[-1], True, size) if needs_rows[-1] else None
+        rows = row_settings(self._configs[-1], size) if needs_rows[-1] else None
         self._coordination = [
             VirtualCoordination(ordering, first.workers, rows if needs else None, size)
             for ordering, needs in zip(self.orderings, needs_rows, strict=True)

@@ -66,13 +66,6 @@ def best_rates(
     return best
 
 
-def with_rates(
-    configs: Sequence[RunConfig], rates: dict[tuple[str, str, float | None], float]
-) -> list[RunConfig]:
-    """Return runs with the rates of their arms."""
-    return [dataclasses.replace(config, lr=rates[config.arm]) for config in configs]
-
-
 def what_to_try(record: RunRecord) -> str | None:
     """Return what to do about a run that ends above where it began; None if it does not.
 

@@ -61,12 +61,11 @@ def make_ordering(config: RunConfig, examples: int) -> tuple[UnitSharding, Order
     return sharding, Ordering(policy, sharding.sizes, seed=config.seed, length=sharding.length)
 
 
-def row_settings(config: RunConfig, needs_rows: bool, size: int) -> RowSettings:
-    """Return how `attach` would read the rows of a DDP model.
+def row_settings(config: RunConfig, size: int) -> RowSettings:
+    """Return how `attach` would read the rows of a DDP model, for an order that needs them.
 
     Args:
         config: The settings of the run.
-        needs_rows: Whether its order needs rows at all.
         size: Number of parameters, D.
 
     Raises:
@@ -82,10 +81,9 @@ def row_settings(config: RunConfig, needs_rows: bool, size: int) -> RowSettings:
         )
     if named is not None:
         return named
-    whole_batches = config.unit == config.batch_size
     return choose_rows(
-        needs_rows=needs_rows,
-        whole_batches=whole_batches,
+        needs_rows=True,
+        whole_batches=config.unit == config.batch_size,
         free=free,
         size=size,
         on_gpu=False,  # the same rows as on the CPU: virtual runs have the bits of real ranks
@@ -191,14 +189,13 @@ class VirtualTrainer(Trainer):
         exchange = self.exchange
         size = sum(parameter.numel() for parameter in exchange.parameters[0])
         self.sharding, self.ordering = make_ordering(config, len(split.train[0]))
-        needs_rows = self.ordering.policy.needs_rows
         self._rows: list[RowSource] = []
         self._backward_seconds = 0.0
         # Whole batches on several dense workers: the gradients that are averaged are the rows.
         self._gradients_are_rows = False
         rows = None
-        if needs_rows:
-            rows = row_settings(config, needs_rows, size)
+        if self.ordering.policy.needs_rows:
+            rows = row_settings(config, size)
             self._gradients_are_rows = isinstance(rows, BatchRows) and config.workers > 1
             if isinstance(rows, SketchedRows):
                 # Ranks agree on the layers they read; workers that take turns read all.
