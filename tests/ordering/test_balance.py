@@ -210,7 +210,7 @@ def test_long_vectors_that_are_not_finite_are_left_out(value, name):
 
 
 @pytest.mark.parametrize("streams", [1, 2])
-@pytest.mark.parametrize("dim", [1, 1999, 2000, 7001])
+@pytest.mark.parametrize("dim", [1, 100_000, 100_001])
 def test_products_of_long_rows_miss_no_column(dim, streams):
     draw = torch.Generator().manual_seed(dim)
     left, right = (torch.randint(-9, 10, (streams, n, dim), generator=draw) for n in (3, 2))

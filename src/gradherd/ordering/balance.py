@@ -42,8 +42,8 @@ log = logging.getLogger("gradherd")
 FloatArray: TypeAlias = NDArray[np.floating]
 SignArray: TypeAlias = NDArray[np.int8]
 
-# Columns of a tile: a product of a few long rows takes BLAS half as long as many short ones.
-_TILE = 2000
+# A product of long rows takes BLAS twice as long as many of short ones, which are tiles of them.
+_TILE, _LONG = 2000, 100_000
 # Looked up without importing it: most processes never need it.
 _HAS_TRITON = has_triton()
 MOST = 64
@@ -238,9 +238,10 @@ def _sent_columns(count: int) -> Tensor:
 
 def inner_products(left: Tensor, right: Tensor) -> Tensor:
     """Return the (W, P, Q) inner products of (W, P, D) and (W, Q, D) rows."""
-    whole = left.shape[-1] // _TILE * _TILE
-    if not whole or len(left) > 1:  # tiles of several streams would be copied
+    columns = left.shape[-1]
+    if columns < _LONG or len(left) > 1:  # tiles of several streams would be copied
         return left @ right.mT
+    whole = columns // _TILE * _TILE
     rest = left[..., whole:] @ right[..., whole:].mT
     # (n, P, tile) and (n, Q, tile) views
     a, b = (x[0, :, :whole].unflatten(-1, (-1, _TILE)).transpose(0, 1) for x in (left, right))
