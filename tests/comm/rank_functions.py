@@ -70,6 +70,21 @@ def in_a_subgroup():
     )
 
 
+def beside_the_loop():
+    """Return which devices a side channel exchanges, and a gather through it, of all and of two."""
+    pair, gpu = dist.new_group([0, 2]), torch.device("cuda", 0)
+    worlds = [World.detect()] if dist.get_rank() == 1 else [World.detect(), World.of(pair)]
+    found = []
+    for world in worlds:
+        for device in (None, gpu):
+            side = world.side_channel(device)
+            assert side.group is not world.group and side.rank == world.rank
+            own = torch.tensor([float(dist.get_rank())])
+            found.append((side.exchanges(gpu), all_gather(own, side).value.flatten().tolist()))
+            side.close_side_channel()
+    return found
+
+
 def raise_on(bad):
     if dist.get_rank() == bad:
         raise ValueError(f"no luck on {bad}")

@@ -98,6 +98,12 @@ def test_a_group_counts_its_own_ranks():
     assert results[3] == ([1.0, 3.0], [4.0], [3.0], [11.0, 13.0])
 
 
+def test_a_side_channel_is_gloos_where_gloo_exchanges_or_not_all_ranks_do():
+    first, second, third = run_ranks(rank_functions.beside_the_loop, 3)
+    assert first == third == [(False, [0.0, 1.0, 2.0])] * 2 + [(False, [0.0, 2.0])] * 2
+    assert second == [(False, [0.0, 1.0, 2.0])] * 2
+
+
 @pytest.mark.parametrize("size", [1, 2, 9])
 def test_a_small_all_reduce_has_the_same_bits_on_all_ranks(size):
     sums = [value for value, _ in run_ranks(rank_functions.sum_small, size)]
