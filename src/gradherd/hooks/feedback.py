@@ -219,7 +219,6 @@ class OrderFeedback(Feeder):
         with self._stopwatch:
             self._transport.wait(raises=False)
         cursor = self.sampler.cursor()
-        own = self._transport.metrics()
         return {
             "epoch": cursor["epoch"],
             "examples_fed_back": cursor["position"],
@@ -228,9 +227,9 @@ class OrderFeedback(Feeder):
             "rows": repr(self.rows),
             "bytes_for_ordering": self._transport.bytes,
             "bytes_for_comparing": self._transport.compared_bytes,
-            # Part of the work on rows runs inside the user's backward.
-            "ordering_seconds": self._stopwatch.seconds + own.pop("seconds_in_backward", 0.0),
-            **own,
+            # Without what rows take inside the user's backward.
+            "ordering_seconds": self._stopwatch.seconds,
+            **self._transport.metrics(),
         }
 
     def row_scalars(self) -> dict[str, float]:

@@ -45,11 +45,6 @@ class RowSource:
         self._hooks = ParameterHooks(model, arrived or self._arrived)
 
     @property
-    def seconds_in_backward(self) -> float:
-        """Seconds spent on rows inside backwards."""
-        return 0.0
-
-    @property
     def waiting(self) -> bool:
         """Whether a backward has happened whose rows were not taken yet."""
         return self._noticed

@@ -281,10 +281,9 @@ class GatheringTransport(RankTransport):
             self._gatherer = EpochGatherer(sampler, self._runner, *steps, scatters=scatters)
 
     def metrics(self) -> dict[str, Any]:
-        """Return the parameters that rows leave out, and the time rows took in backwards."""
+        """Return the parameters that rows leave out."""
         left_out = list(self.source.left_out)
-        seconds = {"seconds_in_backward": self.source.seconds_in_backward}
-        return seconds | ({"rows_left_out": left_out} if left_out else {})
+        return {"rows_left_out": left_out} if left_out else {}
 
     def finish(self) -> None:
         """Let the sampler learn all that was fed."""

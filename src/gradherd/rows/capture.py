@@ -205,11 +205,6 @@ class Capture:
         self._began = began
 
     @property
-    def seconds_in_backward(self) -> float:
-        """Seconds spent inside backwards on modules that are looped over."""
-        return self._pool.seconds
-
-    @property
     def waiting(self) -> bool:
         """Whether a backward has reached a parameter since the last pop."""
         return bool(self._pool.arrived) or self._check.reached

@@ -7,7 +7,6 @@ it alone through the same graph, as far as the module's parameters. Exact, but s
 Shapes: B examples, N elements of the module's parameters, E examples propagated at once.
 """
 
-import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -80,7 +79,7 @@ class LoopedModule(SketchedLayer):
             why = f"its output of shape {shape} has no dimension for examples"
             self.pool.strangers[self.name] = why
             return None, None
-        started, trained = time.perf_counter(), self._trained()
+        trained = self._trained()
         rows = self.pool.like.new_zeros(grads.shape[dim], self.vector.size)
         with self._looping(trained.values()):
             for lo, hi, found in _single_grads(edge, grads, dim, list(trained.values())):
@@ -88,7 +87,6 @@ class LoopedModule(SketchedLayer):
                     if grad is not None:  # the output depends on it
                         part = rows[lo:hi, self.vector.parts[local]]
                         part.copy_(at_least_float32(grad).reshape(part.shape))
-        self.pool.seconds += time.perf_counter() - started
         return None, rows
 
     @property

@@ -29,13 +29,9 @@ class Table:
 
     def room(self, examples: int) -> Tensor:
         """Return the rows: B, or more in a step that will be refused."""
-        before = self._rows
-        if before is not None and examples <= len(before):
-            return before
-        rows = self._like.new_zeros(max(self._examples, examples), self._width)
-        if before is not None:
-            rows[: len(before)] = before
-        return self._keep(rows)
+        if self._rows is not None and examples <= len(self._rows):
+            return self._rows
+        return self._keep(self._like.new_zeros(max(self._examples, examples), self._width))
 
     def _keep(self, rows: Tensor) -> Tensor:
         self._rows, self.length, self.address = rows, len(rows), rows.data_ptr()

@@ -205,8 +205,6 @@ class SinkPool:
             is_sharded: Whether modules hold shards of their parameters between passes.
         """
         self.like, self.is_exact, self.is_sharded = like, is_exact, is_sharded
-        self.seconds = 0.0
-        """Spent in backwards on modules that are looped over."""
         self.examples = examples or 0
         self.batch: Any = None
         """Examples of the forward that runs; None outside of forwards."""

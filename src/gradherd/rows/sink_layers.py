@@ -195,8 +195,6 @@ class EmbeddingLayer(SketchedLayer):
             moved = inputs.movedim(dim, 0)
             tokens = moved.reshape(moved.shape[0], -1)
         matrix = self.matrix
-        if right.dim() == 2:
-            right = right.unsqueeze(1)
         if isinstance(matrix, WholeMap):
             return self.table_rows(tokens, right, matrix), None
         thin = F.embedding(tokens, matrix.tensor_for("side", right))

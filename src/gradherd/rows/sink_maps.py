@@ -227,7 +227,6 @@ class OuterMap(Map):
         self.buckets = buckets = min(MOST_BUCKETS, settings.size)
         seed, like = settings.seed, settings.like
         self.size = 2 * (buckets // 2 + 1)
-        self._shape = shape
         # One side is hashed at random; then pairs collide at random, however the other side is
         # hashed: it is cut into pieces of k. Taking pieces costs less, so the longer one is cut.
         self._shuffled = 0 if shape[0] <= shape[1] else 1
@@ -277,20 +276,14 @@ class OuterMap(Map):
         return product[:, 0] if product.shape[1] == 1 else product.sum(1)
 
     def project(self, grad: Tensor) -> Tensor:
-        """Return the spectrum (size,) of a whole gradient."""
-        wide = self._sums(grad, 1)  # (rows, k)
-        signs = self.signs.flatten().to(grad.dtype)
-        taken = self.order if self._shuffled == 0 else torch.arange(self._shape[0])
-        taken, places = taken.to(grad.device), torch.arange(self.buckets, device=grad.device)
-        sums = grad.new_zeros(self.buckets)
-        step = max(1, _MAX_TEMPORARY // self.buckets)
-        for lo in range(0, len(taken), step):
-            rows = taken[lo : lo + step]
-            signed = wide[rows] * signs[lo : lo + len(rows), None]
-            # The bucket of (i, j) is the sum of both buckets, so each row is rotated by its own.
-            turned = places + torch.arange(lo, lo + len(rows), device=grad.device)[:, None]
-            sums = sums.index_add(0, (turned % self.buckets).flatten(), signed.flatten())
-        return torch.view_as_real(torch.fft.rfft(sums)).flatten()
+        """Return the spectrum (size,) of a gradient: the sum of unit vectors times its rows."""
+        total, step = grad.new_zeros(self.size), max(1, _MAX_TEMPORARY // self.buckets)
+        for lo in range(0, len(grad), step):
+            rows = grad[lo : lo + step]
+            units = grad.new_zeros(len(rows), len(grad))
+            units.diagonal(lo).fill_(1)
+            total += self.columns_of(units[None], rows[None])[0]
+        return total
 
     @property
     def length(self) -> int:

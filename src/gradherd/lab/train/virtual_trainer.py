@@ -190,7 +190,6 @@ class VirtualTrainer(Trainer):
         size = sum(parameter.numel() for parameter in exchange.parameters[0])
         self.sharding, self.ordering = make_ordering(config, len(split.train[0]))
         self._rows: list[RowSource] = []
-        self._backward_seconds = 0.0
         # Whole batches on several dense workers: the gradients that are averaged are the rows.
         self._gradients_are_rows = False
         rows = None
@@ -245,12 +244,6 @@ class VirtualTrainer(Trainer):
         # Reading the timers waits for the GPU, so the total below covers all of its work.
         exchange.end_epoch(counters, last=number == config.epochs)
         counters.ordering_seconds = self._ordering_timer.reset()
-        # Part of the work on rows runs inside the backward.
-        before, self._backward_seconds = (
-            self._backward_seconds,
-            sum(one.seconds_in_backward for one in self._rows),
-        )
-        counters.ordering_seconds += self._backward_seconds - before
         counters.seconds = time.perf_counter() - begin
         counters.ordering_bytes = self._coordination.bytes - sent_before
         counters.bytes += counters.ordering_bytes
