@@ -153,83 +153,29 @@ def _trace(step: Step, tensors: Sequence[Tensor]) -> Step:
     raise RuntimeError("a traced step differs from the step itself: train without --virtual")
 
 
-class _PatchConvFunction(torch.autograd.Function):
-    """A convolution whose weight gradient is a matrix product with image patches.
+class PatchConv2d(nn.Conv2d):
+    """A convolution as a matrix product with image patches.
 
     vmap turns per-example weight gradients of a convolution into a grouped convolution with one
-    group per example, which libraries process one by one; this is one batched matrix product.
+    group per example, which libraries process one by one; of this they are one batched product.
     """
-
-    # Makes torch.func derive the rule by vmapping forward and backward, which are plain operators.
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(images: Tensor, weight: Tensor, stride: Any, padding: Any, dilation: Any) -> Tensor:
-        return F.conv2d(images, weight, None, stride, padding, dilation)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        images, weight, *ctx.settings = inputs
-        ctx.save_for_backward(images, weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        images, weight = ctx.saved_tensors
-        stride, padding, dilation = ctx.settings
-        grad_images = None
-        if ctx.needs_input_grad[0]:
-            # Not by torch.nn.grad.conv2d_input, which torch.jit cannot trace. Rows and columns at
-            # the border that no output covers have no gradient.
-            spans = [
-                (out - 1) * step - 2 * pad + gap * (k - 1) + 1
-                for out, step, pad, gap, k in zip(
-                    grad_output.shape[-2:],
-                    stride,
-                    padding,
-                    dilation,
-                    weight.shape[-2:],
-                    strict=True,
-                )
-            ]
-            uncovered = [size - span for size, span in zip(images.shape[-2:], spans, strict=True)]
-            grad_images = F.conv_transpose2d(
-                grad_output, weight, None, stride, padding, uncovered, dilation=dilation
-            )
-        patches = _patches(images, weight.shape[-2:], grad_output.shape[-2:], *ctx.settings)
-        # (B, C', H' W') by (B, H' W', C k k), summed over B.
-        grad_weight = (grad_output.flatten(2) @ patches.mT).sum(0).view(weight.shape)
-        return grad_images, grad_weight, None, None, None
-
-
-def _patches(
-    images: Tensor, kernel: Any, out: Any, stride: Any, padding: Any, dilation: Any
-) -> Tensor:
-    """Return (B, C k k, H' W') the input patch of each output position.
-
-    One slice per kernel position: vmap has no rule for torch.nn.functional.unfold.
-    """
-    padded = F.pad(images, (padding[1], padding[1], padding[0], padding[0]))
-    slices = [
-        padded[
-            :,
-            :,
-            dilation[0] * row : dilation[0] * row + stride[0] * (out[0] - 1) + 1 : stride[0],
-            dilation[1] * column : dilation[1] * column + stride[1] * (out[1] - 1) + 1 : stride[1],
-        ]
-        for row in range(kernel[0])
-        for column in range(kernel[1])
-    ]
-    return torch.stack(slices, 2).flatten(1, 2).flatten(2)
-
-
-class PatchConv2d(nn.Conv2d):
-    """A convolution with per-example weight gradients as one batched matrix product."""
 
     def forward(self, images: Tensor) -> Tensor:
         """Map (B, C, H, W) to (B, C', H', W')."""
-        out: Tensor = _PatchConvFunction.apply(  # type: ignore[no-untyped-call]
-            images, self.weight, self.stride, self.padding, self.dilation
+        (down, across), (gap, side_gap) = self.kernel_size, self.dilation
+        (top, left), (step, side_step) = map(int, self.padding), self.stride
+        padded = F.pad(images, (left, left, top, top))
+        height, width = (
+            padded.shape[2] - gap * (down - 1),
+            padded.shape[3] - side_gap * (across - 1),
         )
+        # A slice per row and per column of the kernel: vmap has no rule for F.unfold.
+        rows = [padded[:, :, at : at + height : step] for at in range(0, gap * down, gap)]
+        stacked, starts = torch.stack(rows, 2), range(0, side_gap * across, side_gap)
+        columns = [stacked[..., at : at + width : side_step] for at in starts]
+        patches = torch.stack(columns, 3).flatten(1, 3)  # (B, C k k, H', W')
+        out: Tensor = self.weight.flatten(1) @ patches.flatten(2)
+        out = out.unflatten(2, patches.shape[2:])
         return out if self.bias is None else out + self.bias.view(-1, 1, 1)
 
 
