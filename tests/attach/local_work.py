@@ -1,5 +1,6 @@
 """What ranks do in test_local_steps."""
 
+import logging
 import os
 import signal
 import time
@@ -232,6 +233,18 @@ def refusals(rank):
         except (ValueError, RuntimeError) as error:
             errors[name] = str(error)
     herd = gh.attach(net, optimizer=optimizer, local=local)
+    for name, module in {"a part": net[0], "around it": nn.Sequential(net)}.items():
+        try:
+            gh.attach(module, optimizer=optimizer, local=local)
+        except ValueError as error:
+            errors[name] = str(error)
+    weights = unpack(pack(net.state_dict()))
+    net.load_state_dict(model(3).state_dict())  # as of a model that was trained before
+    try:
+        step(net, optimizer, next(batches(rank)))
+    except RuntimeError as error:
+        errors["loaded after attach"] = str(error)
+    net.load_state_dict(weights)
     step(net, optimizer, next(batches(rank)))
     state = herd.state_dict()
     everyone = [state]
@@ -264,6 +277,72 @@ def refusals(rank):
         errors["late parameter"] = str(error)
     herd.detach()
     return errors
+
+
+class Branches(nn.Module):
+    """Has a branch that not every forward uses."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.branch, self.head = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 2)
+
+    def forward(self, x, branch):
+        hidden = self.stem(x) + self.branch(x) if branch else self.stem(x)
+        return self.head(hidden.tanh())
+
+
+def branched(make, used_by, rank):
+    """Return the weights of a straight run, and of one resumed from what rank 0 has saved."""
+    ends = []
+    for cut in (None, 5):
+        net = Branches()
+        optimizer = make(net.parameters())
+        herd = gh.attach(net, optimizer=optimizer, local=CASES["all in one bit"])
+        for at, (x, y) in zip(range(11), batches(rank), strict=False):
+            if at == cut:
+                kept = [unpack(pack([net.state_dict(), optimizer.state_dict(), herd.state_dict()]))]
+                torch.distributed.broadcast_object_list(kept, src=0)
+                herd.detach()
+                net = Branches()
+                optimizer = make(net.parameters())
+                herd = gh.attach(net, optimizer=optimizer, local=CASES["all in one bit"])
+                net.load_state_dict(kept[0][0])
+                optimizer.load_state_dict(kept[0][1])
+                herd.load_state_dict(kept[0][2])
+            optimizer.zero_grad()
+            # Behind the cut all use it: those that have not yet begin with moments of zero.
+            nn.functional.mse_loss(net(x, rank == used_by or at > 7), y).backward()
+            optimizer.step()
+        ends.append(vector(net))
+        herd.detach()
+    return ends
+
+
+OPTIMIZERS = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+}
+
+
+def another_optimizer(rank):
+    """Let another optimizer step from the fourth step on; return weights and metrics at the end."""
+    net, optimizer, herd = made(gh.LocalSteps(every=3, values="fp32", outer_momentum=0))
+    feed, told = batches(rank), []
+    for _ in range(3):
+        step(net, optimizer, next(feed))
+    before, plain = vector(net), torch.optim.SGD(net.parameters(), lr=0.2)
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("gradherd").addHandler(handler)
+    for _ in range(40):
+        step(net, plain, next(feed))
+    logging.getLogger("gradherd").removeHandler(handler)
+    own = vector(net)
+    herd.sync()
+    herd.detach()
+    return before, own, vector(net), told
 
 
 def kept_after_one_exchange(decays):
@@ -362,6 +441,12 @@ def everything():
         "broken once": broken(rank, False),
         "broken for good": broken(rank, True),
         "refusals": refusals(rank),
+        "branched": {
+            (name, used_by): branched(make, used_by, rank)
+            for name, make in OPTIMIZERS.items()
+            for used_by in (0, 1)
+        },
+        "another optimizer": another_optimizer(rank),
         "ordered": ordered(rank),
         "in ddp": in_ddp(rank),
     }

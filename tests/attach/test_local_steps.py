@@ -10,6 +10,7 @@ from gradherd.lab.ranks import RankError, run_ranks
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 from tests.attach.local_work import (
     CASES,
+    OPTIMIZERS,
     batches,
     continued,
     everything,
@@ -183,6 +184,26 @@ def test_a_run_resumed_within_a_phase_has_the_same_bits(ranks, case):
         assert all(map(torch.equal, straight[3], stopped[3]))
 
 
+@pytest.mark.parametrize("used_by", [0, 1])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_layer_that_one_rank_has_used_is_resumed_with_its_moments(ranks, optimizer, used_by):
+    for result in ranks:
+        assert torch.equal(*result["branched"][optimizer, used_by])
+
+
+def test_steps_of_another_optimizer_are_said_and_not_lost(ranks):
+    results = [result["another optimizer"] for result in ranks]
+    mean = torch.stack([own for _, own, *_ in results]).mean(0)
+    for before, own, end, _ in results:
+        assert not torch.equal(own, before)
+        torch.testing.assert_close(end, mean)
+    said = [
+        [line for line in told if "nothing was exchanged for 30 steps" in line]
+        for *_, told in results
+    ]
+    assert [len(lines) for lines in said] == [1, 0]
+
+
 def test_sync_between_two_phases_leaves_equal_weights_and_loses_nothing(ranks):
     (one, exchanges, residual), (other, *_) = (result["synced"] for result in ranks)
     assert exchanges == 2, "there was nothing to exchange"
@@ -239,6 +260,9 @@ def test_what_does_not_fit_is_refused_in_a_sentence(ranks):
         "no local": "optimizer goes with local",
         "not settings": "got 30",
         "differ": "every=2",
+        "a part": "model is attached already",
+        "around it": "model is attached already",
+        "loaded after attach": "was changed after attach()",
         "order of loading": "load the model and the optimizer first",
         "optimizer last": "momentum_buffer was changed after",
         "out of step": "[[2, 0], [1, 1]]",

@@ -19,7 +19,7 @@ from gradherd.hooks.agreement import RankAgreement
 from gradherd.hooks.bucket_hook import hook_is_free, world_of
 from gradherd.hooks.coordinated_hook import CoordinatedHook, ShardedCoordination
 from gradherd.hooks.exchange import ModelExchange
-from gradherd.hooks.feedback import OrderFeedback, attached_models, inner
+from gradherd.hooks.feedback import OrderFeedback, inner, is_attached
 from gradherd.hooks.fsdp import ShardedWorlds, check_parameters, fsdp_modules
 from gradherd.hooks.herd import Herd
 from gradherd.hooks.local_steps import LocalExchange, float_buffers
@@ -105,10 +105,11 @@ def attach(
     worlds, world = _find_ranks(bare, order, mesh)
     agreement = RankAgreement(world)
     try:
-        if inner(bare) in attached_models:
+        if is_attached(inner(bare)):
             raise ValueError(
                 "model is attached already: call detach() of the herd that attach() returned for "
-                "it, and give order, sparsify and local in one call"
+                "it, a part of it or what it is a part of, and give order, sparsify and local in "
+                "one call"
             )
         if mesh is not None and (worlds is None or (sparsify is None and local is None)):
             raise ValueError(

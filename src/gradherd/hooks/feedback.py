@@ -44,6 +44,12 @@ attached_models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 """Models (inside DDP) that a herd is attached to: a second would claim each batch once more."""
 
 
+def is_attached(model: nn.Module) -> bool:
+    """Return whether a herd is attached to a model, to a part of it or to what it is a part of."""
+    parts = set(model.modules())
+    return any(one in parts or model in one.modules() for one in attached_models)
+
+
 class OrderFeedback(Feeder):
     """Feeds a model's gradients back to its sampler."""
 

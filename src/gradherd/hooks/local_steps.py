@@ -31,6 +31,7 @@ from gradherd.gpu import SideStream
 from gradherd.hooks.bucket_hook import BucketHook, world_of
 from gradherd.hooks.exchange import ModelExchange
 from gradherd.hooks.fsdp import ShardedWorlds, fsdp_modules
+from gradherd.hooks.parameter_hooks import watch_steps
 from gradherd.hooks.torch_names import copy_all
 from gradherd.sparsify.local import LocalSteps, OuterOptimizer, average_buffers
 from gradherd.sparsify.selecting import Outcome
@@ -39,6 +40,8 @@ log = logging.getLogger("gradherd")
 # A rank whose optimizer holds NaN breaks every exchange: end such a run instead of going on.
 MAX_CALLED_OFF = 3
 """Exchanges in a row that may be called off."""
+PATIENCE = 10
+"""Phases' worth of steps that other optimizers may take without an exchange before that is said."""
 
 
 @dataclass
@@ -113,30 +116,44 @@ class LocalExchange(ModelExchange):
         self._outer = OuterOptimizer(settings, self._weights.read())
         self._taken = 0  # steps since the last exchange began
         self._steps = 0  # steps since the run began
+        self._strange_steps = 0  # of other optimizers, since the last exchange began
         self._called_off = 0  # exchanges in a row
         self._synced = True  # whether this phase began with the shared weights themselves
         self._snapshot: Tensor | None = None  # own weights when the running exchange began
         self._arrival: _Arrival | None = None
-        self._loaded: dict[str, Tensor] | None = None  # what a state has just set
+        self._set_by = "attach()"  # or by a state
+        self._set: dict[str, Tensor] | None = self._copy_tensors()  # until a step may change it
         # Last: if something above fails, DDP still averages.
         self._ddp_hook = None if ddp is None else OwnGradients(ddp)
         self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
+            # Of all optimizers: whichever comes first, weights must be those that were set.
+            *watch_steps(model, self, LocalExchange._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Check that nothing has overwritten what a state has set for this rank."""
-        loaded, self._loaded = self._loaded, None
-        if loaded is None:
+    def _before_step(self, optimizer: Optimizer) -> None:
+        """Check that nothing has overwritten what was set for this rank, and who steps."""
+        if optimizer is not self._optimizer:
+            self._strange_steps += 1
+            if self._strange_steps == PATIENCE * self._settings.every and self.world.rank == 0:
+                log.warning(
+                    "nothing was exchanged for %d steps of an optimizer that local steps do not "
+                    "count: attach with the optimizer that trains the model",
+                    self._strange_steps,
+                )
+        expected, self._set = self._set, None
+        if expected is None:
             return
         now = self._own_tensors()
-        for name in loaded.keys() & now.keys():  # an optimizer may have been left to begin anew
-            if not torch.equal(now[name], loaded[name].to(now[name].device)):
+        for name in expected.keys() & now.keys():  # an optimizer may have been left to begin anew
+            if not torch.equal(now[name], expected[name].to(now[name].device)):
                 raise RuntimeError(
-                    f"{name} was changed after herd.load_state_dict(), which sets the weights and "
-                    "moments of each rank: load the model and the optimizer first, then the herd"
+                    f"{name} was changed after {self._set_by}, which sets the weights and moments "
+                    "of each rank: load the model and the optimizer first, then the herd"
                 )
+
+    def _copy_tensors(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self._own_tensors().items()}
 
     def _own_tensors(self) -> dict[str, Tensor]:
         """Return the parameters by name, and what the optimizer keeps of each."""
@@ -144,15 +161,30 @@ class LocalExchange(ModelExchange):
         return own | self._moments()
 
     def _moments(self) -> dict[str, Tensor]:
-        """Return what the optimizer keeps of each parameter, by "parameter/name"."""
+        """Return what the optimizer keeps of each parameter in its shape, by "parameter/name"."""
         if self.sharded:
             return {}  # DCP saves the shards of an optimizer
-        # Steps and the like are equal on all ranks, and are the framework's to save.
         return {
             f"{name}/{key}": value
             for name, p in self._weights.parameters.items()
             for key, value in self._optimizer.state.get(p, {}).items()
             if isinstance(value, Tensor) and value.shape == p.shape
+        }
+
+    def _used(self) -> dict[str, dict[str, Any]]:
+        """Return, of each parameter that this rank has stepped, what else its optimizer keeps.
+
+        That is small: the step, sums of rows and columns. None stands for a moment.
+        """
+        moments, state = self._moments(), self._optimizer.state
+        return {
+            name: {
+                key: None if f"{name}/{key}" in moments else _on_cpu(value)
+                for key, value in state[p].items()
+                if isinstance(value, Tensor | int | float)
+            }
+            for name, p in self._weights.parameters.items()
+            if p in state
         }
 
     def _all_moments(self) -> dict[str, Tensor]:
@@ -179,7 +211,7 @@ class LocalExchange(ModelExchange):
         with self.stopwatch:
             if self._snapshot is not None:
                 self._apply()
-            if self._taken or self._called_off:
+            if self._taken or self._called_off or self._strange_steps:
                 self._begin(forced=True)
             elif not self._synced:  # what this rank owes stays in its residual
                 self._synced = True
@@ -213,7 +245,8 @@ class LocalExchange(ModelExchange):
             self._exchange(at, buffers)
         else:
             self._thread.submit(self._beside(at, buffers))
-        self._taken, self._snapshot = 0, own  # not if the exchange has failed
+        # Not if the exchange has failed.
+        self._taken, self._strange_steps, self._snapshot = 0, 0, own
         if self._thread is None or forced:
             self._apply(synced=forced)
 
@@ -373,8 +406,8 @@ class LocalExchange(ModelExchange):
     def _has_own_weights(self) -> bool:
         """Whether this rank's weights may differ from the shared ones."""
         # DCP asks a fresh herd with a sharded model which entries to read.
-        phase = self._taken or self._called_off or self._snapshot is not None
-        return bool(self.sharded or phase or not self._synced)
+        steps = self._taken or self._strange_steps or self._called_off
+        return bool(self.sharded or steps or self._snapshot is not None or not self._synced)
 
     def _own_state(self) -> dict[str, Any]:
         self._complete()
@@ -385,6 +418,8 @@ class LocalExchange(ModelExchange):
             "synced": self._synced,
             "optimizer": self._all_moments(),
         }
+        if not self.sharded:
+            state["used"] = self._used()
         if self._has_own_weights:
             buffers = self._weights.buffers()
             state["buffers"] = {name: buffer.detach().clone() for name, buffer in buffers.items()}
@@ -410,7 +445,7 @@ class LocalExchange(ModelExchange):
         self._complete()
         super().load_state_dict(state)
         self._taken, self._steps = state["taken"], state["local_steps"]
-        self._called_off = state["called_off"]
+        self._called_off, self._strange_steps = state["called_off"], 0
         self._synced = state.get("synced", True)
         self._arrival = self._snapshot = None
         if "snapshot" in state:
@@ -432,13 +467,35 @@ class LocalExchange(ModelExchange):
         for name, buffer in self._weights.buffers().items():
             if name in state.get("buffers", {}):
                 buffer.detach().copy_(state["buffers"][name])
-        moments = self._moments()
-        for name, moment in state.get("optimizer", {}).items():
-            if name in moments:
-                moments[name].copy_(moment)
+        self._load_optimizer(state.get("optimizer", {}), state.get("used"))
         # A model or an optimizer that is loaded later would undo it.
-        own = {name: tensor.clone() for name, tensor in self._own_tensors().items()}
-        self._loaded = dict(state.get("optimizer", {})) | own
+        self._set_by = "herd.load_state_dict()"
+        self._set = dict(state.get("optimizer", {})) | self._copy_tensors()
+
+    @torch.no_grad()
+    def _load_optimizer(
+        self, moments: Mapping[str, Tensor], used: Mapping[str, Mapping[str, Any]] | None
+    ) -> None:
+        """Let the optimizer go on with what this rank has kept: it may be another rank's.
+
+        Args:
+            moments: What `_all_moments` returned.
+            used: What `_used` returned; None in states of earlier versions.
+        """
+        state = self._optimizer.state
+        likes = {key: value for kept in state.values() for key, value in kept.items()}
+        if not likes:
+            return  # It was left to begin anew.
+        for name, p in self._weights.parameters.items():
+            keys = state.get(p, {}) if used is None else used.get(name, {})
+            if not keys:
+                state.pop(p, None)
+            for key, value in dict(keys).items():
+                value = moments.get(f"{name}/{key}", value)
+                if isinstance(value, Tensor):
+                    like = p if value.shape == p.shape else likes.get(key, p)
+                    value = value.to(state[p].get(key, like), copy=True)
+                state[p][key] = value
 
     def close(self) -> None:
         """Leave the optimizer alone from now on; parameters stay as they are on each rank."""
@@ -450,6 +507,11 @@ class LocalExchange(ModelExchange):
         if self._thread is not None:
             self._thread.close()
             self._channel.close_side_channel()
+
+
+def _on_cpu(value: Any) -> Any:
+    """Return a copy of a tensor in CPU memory, and a number as it is."""
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
 class FlatWeights:
