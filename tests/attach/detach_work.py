@@ -108,7 +108,7 @@ def attach_again(name):
     return between, gradients, again.metrics(), first.metrics(), taken
 
 
-def group_outlives_its_model(file):
+def group_outlives_its_model(file, name):
     """Is the group alive after its model, and is it freed once another model is attached?"""
     alive = []
     for turn in range(2):
@@ -117,7 +117,8 @@ def group_outlives_its_model(file):
             dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         group = weakref.ref(dist.group.WORLD)
         ddp = DDP(network())
-        gh.attach(ddp, sparsify=SPARSE)
+        unit, sparsify, _ = CASES[name]
+        attached(ddp, unit, sparsify, examples(8))
         if turn == 0:
             first = group
             dist.destroy_process_group()

@@ -37,8 +37,9 @@ def test_a_model_can_be_attached_again(name):
         assert "model is attached already" in taken
 
 
-def test_a_group_outlives_its_model_until_another_is_attached(tmp_path):
+@pytest.mark.parametrize("name", work.CASES)
+def test_a_group_outlives_its_model_until_another_is_attached(tmp_path, name):
     """Freed by DDP's C++ part, gloo's threads and the process would wait for each other."""
-    assert run_ranks(work.group_outlives_its_model, 1, str(tmp_path / "store")) == [
+    assert run_ranks(work.group_outlives_its_model, 1, str(tmp_path / "store"), name) == [
         [True, True, False, True]
     ]

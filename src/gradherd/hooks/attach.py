@@ -12,7 +12,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
-from gradherd.comm.world import World
+from gradherd.comm.world import World, keep_group
 from gradherd.flat import FlatSpec, exchangeable
 from gradherd.gpu import has_triton
 from gradherd.hooks.agreement import RankAgreement
@@ -103,6 +103,8 @@ def attach(
         raise ValueError(f"scaler must be the GradScaler of the loop, got {scaler!r}")
     bare = uncompiled(model)
     worlds, world = _find_ranks(bare, order, mesh)
+    if isinstance(bare, DDP):
+        keep_group(bare.process_group)  # Python's tensors go through it from here on.
     agreement = RankAgreement(world)
     try:
         if is_attached(inner(bare)):
