@@ -15,7 +15,8 @@ from gradherd.lab.train.config import plan_runs
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Seconds that have passed; advance them by adding to the list's entry."""
+    """Seconds that have passed; advance them by adding to the list's entry. Progress is shown."""
+    monkeypatch.delenv(progress.QUIET)
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now

@@ -80,13 +80,13 @@ class DataGetCommand:
 
     def run(self) -> None:
         """Download the data set."""
-        from gradherd.cli.progress import ProgressBar, is_quiet
+        from gradherd.cli.progress import ProgressBar
         from gradherd.lab.tasks.download import DownloadError, download_dataset
 
         # A shell expands ~ only at the start of a word, not in --data-dir=~/data.
         root = (self.data_dir or cache_dir()).expanduser()
         try:
-            with ProgressBar(quiet=is_quiet(False)) as bar:
+            with ProgressBar() as bar:
                 local = download_dataset(DATASETS[self.set], root, bar.at)
         except DownloadError as error:  # the call was right and the network failed
             raise CommandFailed(str(error)) from None

@@ -16,7 +16,7 @@ from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.record import (
     RECORD_FILE,
     RunRecord,
-    lock_folder,
+    locked,
     read_record,
     write_record,
 )
@@ -54,32 +54,30 @@ def output_folder(
     created = [folder for folder in (out, *out.parents) if not folder.exists()]
     # Ranks share the folder, so one of them locks it and cleans up.
     first = torchrun_rank() == 0
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(out, wait=False) if first else None
-    except BlockingIOError:
-        wait = "wait until it ends, or name another folder"
-        raise UsageError(f"--out {str(out)!r} is in use by another command: {wait}") from None
-    except OSError as error:
-        raise UsageError(f"--out {str(out)!r} cannot be used: {error.strerror}") from None
-    accepted = False
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            if first:
+                stack.enter_context(locked(out, wait=False))
+        except BlockingIOError:
+            wait = "wait until it ends, or name another folder"
+            raise UsageError(f"--out {str(out)!r} is in use by another command: {wait}") from None
+        except OSError as error:
+            raise UsageError(f"--out {str(out)!r} cannot be used: {error.strerror}") from None
         _check_contents(out, resume=resume, many=many)
-        accepted = True
         # No error: a script that is started again and again has a first time.
         if resume and many and first and not any(out.iterdir()):
             _tell(f"--resume: {str(out)!r} holds nothing yet, so all runs are trained")
-        yield out
-    finally:
-        # A call that fails early leaves no trace; a refused folder is not ours to tidy up.
-        if first and accepted:
-            below = sorted((path for path in out.rglob("*") if path.is_dir()), reverse=True)
-            for path in [*below, *created]:  # the deepest first
-                if path.is_dir() and not any(path.iterdir()):
-                    # Never a tree: rmdir refuses what another process has just written to.
-                    path.rmdir()
-        if lock is not None:
-            os.close(lock)
+        try:
+            yield out
+        finally:
+            # A call that fails early leaves no trace.
+            if first:
+                below = sorted((path for path in out.rglob("*") if path.is_dir()), reverse=True)
+                for path in [*below, *created]:  # the deepest first
+                    if path.is_dir() and not any(path.iterdir()):
+                        # Never a tree: rmdir refuses what another process has just written to.
+                        path.rmdir()
 
 
 def _tell(text: str) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from gradherd.cli.folders import finished_record, mark_unfinished
 from gradherd.cli.options import TrainingOptions
 from gradherd.cli.parser import CommandFailed, UsageError
-from gradherd.cli.progress import ProgressBar, is_quiet
+from gradherd.cli.progress import ProgressBar
 from gradherd.cli.terminal import under_torchrun
 from gradherd.comm.world import World, join_torchrun_group
 from gradherd.lab.ranks import ProcessDied, RankError, handling, one_thread, run_ranks
@@ -101,7 +101,7 @@ def train_runs(
     Without `saving`, which says how to save checkpoints, SIGTERM acts like Ctrl-C.
     """
     # One tuple for all ways of training: what local ranks get is pickled.
-    job = (list(configs), out, options.data_dir, saving, is_quiet(options.quiet))
+    job = (list(configs), out, options.data_dir, saving, options.quiet)
     try:
         # With checkpoints SIGTERM means save and stop, which `Checkpointer` handles.
         with reported_errors(saves=saving is not None), one_thread():

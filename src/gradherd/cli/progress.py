@@ -27,11 +27,6 @@ QUIET = "GRADHERD_QUIET"
 """Environment variable that turns progress off, as --quiet does."""
 
 
-def is_quiet(option: bool) -> bool:
-    """Return whether to show no progress: asked by --quiet, or by the environment."""
-    return option or bool(os.environ.get(QUIET))
-
-
 class ProgressBar(Progress):
     """Show which run is being trained, how far it is, its loss, and the time left.
 
@@ -44,9 +39,10 @@ class ProgressBar(Progress):
 
         Args:
             study_runs: Number of runs of a study; None for a training, where `begin` passes it.
-            quiet: Show nothing, as all ranks but the first.
+            quiet: Show nothing, as asked by --quiet, or on all ranks but the first.
         """
-        self._quiet, self._on_terminal = quiet, sys.stderr.isatty()
+        self._quiet = quiet or bool(os.environ.get(QUIET))
+        self._on_terminal = sys.stderr.isatty()
         self._is_study = study_runs is not None
         self._runs, self._started = study_runs or 0, 0
         self._begin = self._shown = time.monotonic()
@@ -151,6 +147,6 @@ class ProgressBar(Progress):
 @contextlib.contextmanager
 def counted_loop(total: int, unit: str) -> Iterator[Callable[[], None]]:
     """Show a bar for a loop; call the function that this yields after each iteration."""
-    with ProgressBar(quiet=is_quiet(False)) as bar:
+    with ProgressBar() as bar:
         bar.start(f"{total} {unit.removesuffix('s') if total == 1 else unit}", total)
         yield bar.step

@@ -108,7 +108,7 @@ class StudyCommand:
         self, study: Study, todo: Sequence[PlannedRun], out: Path
     ) -> list[dict[str, Any]]:
         from gradherd.cli.launch import reported_errors
-        from gradherd.cli.progress import ProgressBar, is_quiet
+        from gradherd.cli.progress import ProgressBar
         from gradherd.lab.study.kinds import RunContext, task_path
         from gradherd.lab.study.run import run_planned
 
@@ -118,7 +118,7 @@ class StudyCommand:
             # Only if something is to be run: verdicts on existing results need no data.
             check_data(named_task(task_path(study.task, study.folder)), self.data_dir)
         runs: list[dict[str, Any]] = []
-        bar = ProgressBar(study_runs=len(todo), quiet=is_quiet(False))
+        bar = ProgressBar(study_runs=len(todo))
         try:
             # Results are written run by run, so SIGTERM leaves none half-written.
             with reported_errors(), bar:

@@ -7,13 +7,11 @@ Records of training runs are stored as columns, a few kilobytes a run: a column 
 all equal is stored as one value, and seconds as their mean.
 """
 
-import contextlib
 import dataclasses
 import json
-import os
 import re
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ from gradherd.lab.train.record import (
     RECORD_FORMAT,
     EpochRow,
     RunRecord,
-    lock_folder,
     read_bounded,
     write_atomic,
 )
@@ -122,22 +119,6 @@ def is_done(results: Iterable[RunResult], seed: int, settings: Mapping[str, Any]
         one.seed == seed and one.status in _FINAL and same_settings(one.settings, settings)
         for one in results
     )
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder, which is created if missing: another process that reads and writes waits.
-
-    Otherwise two processes that add a seed to the same arm at once would each write the seeds that
-    they have read, and one of the two would be lost.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = lock_folder(folder, wait=True)
-    try:
-        yield
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 def write_results(folder: Path, study: str, kind: str, results: Sequence[RunResult]) -> None:

@@ -17,13 +17,13 @@ from gradherd.lab.study.kinds import PlannedRun, RunContext, kind_of
 from gradherd.lab.study.results import (
     RunResult,
     is_done,
-    locked,
     read_arms,
     same_settings,
     write_results,
 )
 from gradherd.lab.train.loop import Progress
 from gradherd.lab.train.measurements import hardware, versions
+from gradherd.lab.train.record import locked
 
 RunBatch = Callable[[Sequence[PlannedRun], RunContext], list[RunResult]]
 
@@ -145,7 +145,9 @@ def store_results(study: Study, out: Path, results: list[RunResult]) -> list[Run
     """Add results to the files, which are read again: other runs may have finished meanwhile."""
     if not results:
         return results  # Nothing to write: a study that is refused must leave no folder behind.
-    with locked(out):
+    out.mkdir(parents=True, exist_ok=True)
+    # Two processes that add a seed to the same arm at once would each write what they have read.
+    with locked(out, wait=True):
         stored = read_arms(out, {one.arm for one in results})
         for arm in dict.fromkeys(one.arm for one in results):
             settings = next(one.settings for one in results if one.arm == arm)
@@ -186,15 +188,12 @@ def split_batches(batches: Sequence[Sequence[PlannedRun]], jobs: int) -> list[li
 
     Runs of a batch share work, so no batch is split further than that takes.
     """
-    runs = sum(map(len, batches))
     # A kind may put all runs into one batch; then all processes but one would be idle.
-    largest = max(1, math.ceil(runs / jobs))
-    parts: list[list[PlannedRun]] = []
-    for batch in batches:
-        count = math.ceil(len(batch) / largest)
-        # Every count-th run: arms differ in cost, and neighbours are of the same seed.
-        parts += [list(batch[at::count]) for at in range(count)]
-    return parts
+    largest = max(1, math.ceil(sum(map(len, batches)) / jobs))
+    counts = [math.ceil(len(batch) / largest) for batch in batches]
+    # Every count-th run: arms differ in cost, and neighbours are of the same seed.
+    pairs = zip(batches, counts, strict=True)
+    return [list(batch[at::count]) for batch, count in pairs for at in range(count)]
 
 
 def _run_part(run: RunBatch, context: RunContext, part: Sequence[PlannedRun]) -> list[RunResult]:

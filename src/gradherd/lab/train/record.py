@@ -4,12 +4,13 @@ Reports and pages read records only. Epochs count from 1: row e describes the ru
 Record files may hold anything, so every value is checked when a record is read.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -289,12 +290,13 @@ def read_bounded(path: Path, max_bytes: int = _MAX_BYTES) -> bytes:
     return content
 
 
-def lock_folder(folder: Path, *, wait: bool) -> int | None:
-    """Lock a folder until the descriptor that this returns is closed, or the process ends.
+@contextlib.contextmanager
+def locked(folder: Path, *, wait: bool) -> Iterator[None]:
+    """Lock a folder inside, or until the process ends.
 
     The folder itself is locked, not a file in it: nothing is left behind by a process that is
-    killed, and a full disk has room for it. None where there are no locks: better to go on than to
-    refuse.
+    killed, and a full disk has room for it. Nothing is locked where there are no locks: better to
+    go on than to refuse.
 
     Raises:
         BlockingIOError: Another process has it, and this one is not to wait.
@@ -302,16 +304,19 @@ def lock_folder(folder: Path, *, wait: bool) -> int | None:
     try:
         import fcntl
     except ImportError:  # Windows
-        return None
+        yield
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return descriptor
-    except OSError as error:
-        os.close(descriptor)
-        if isinstance(error, BlockingIOError):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             raise
-        return None  # Some network file systems lock no folders.
+        except OSError:  # Some network file systems lock no folders.
+            pass
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_atomic(path: Path, text: str) -> None:

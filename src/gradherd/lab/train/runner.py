@@ -140,7 +140,7 @@ def run_all(
         # Dealt out, not cut: runs of a stack are sorted by what their orders need.
         parts = [part for ids, _ in groups for at in range(cores) if (part := ids[at::cores])]
         done = run_in_processes(
-            partial(_train_apart, out=out, data_dir=data_dir),
+            partial(run_all, world=World.single(), out=out, data_dir=data_dir),
             [[configs[at] for at in part] for part in parts],
             cores,
             progress,
@@ -165,11 +165,6 @@ def run_all(
             torch.cuda.empty_cache()
     # Groups are formed by what can be stacked; callers expect their own order.
     return [records[at] for at in range(len(configs))]
-
-
-def _train_apart(group: list[RunConfig], progress: Progress, **how: Any) -> list[RunRecord]:
-    """Train the runs of a part, in the process of that part."""
-    return run_all(group, World.single(), progress=progress, **how)
 
 
 def usable_cores() -> int:
@@ -214,8 +209,8 @@ def _is_known_elsewhere(config: RunConfig) -> bool:
     return all(type(one).__module__.startswith("gradherd.") for one in made)
 
 
-Train = Callable[[list[RunConfig], Progress], list[RunRecord]]
-"""Trains the runs of a part, and returns their records; it must be picklable."""
+Train = Callable[..., list[RunRecord]]
+"""Trains the runs of a part, given its `progress` by name, and returns their records; picklable."""
 _progress = Progress()  # in a process of the pool, it sends each call to the one that shows it
 
 
@@ -255,7 +250,7 @@ def _send_progress(messages: Any) -> None:
 
 
 def _train_part(train: Train, part: list[RunConfig]) -> list[RunRecord]:
-    return train(part, _progress)
+    return train(part, progress=_progress)
 
 
 def _run_group(
