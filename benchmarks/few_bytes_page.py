@@ -32,7 +32,9 @@ NAMES = {
     "topk": "top-k of each worker, every step",
     "demo": "DeMo, every step",
     "onebit-adam": "1-bit Adam, dense for 15 % of the steps",
-    "exdyna-few-bits": "ExDyna in 2 bits, every step",
+    "exdyna-few-bits": "ExDyna at 0.025 in 2 bits, every step",
+    "exdyna-0.01": "ExDyna at 0.01 in float32, every step",
+    "exdyna-0.05-int4": "ExDyna at 0.05 in 4 bits, every step",
 }
 PEERS = {
     "powersgd": "PowerSGD",
@@ -44,6 +46,8 @@ PEERS = {
     "demo": "DeMo",
     "onebit-adam": "1-bit Adam",
     "exdyna-few-bits": "ExDyna in 2 bits",
+    "exdyna-0.01": "ExDyna",
+    "exdyna-0.05-int4": "ExDyna in 4 bits",
 }
 RECIPE = ("local-2", "local-4", "local-8", "local-16")
 
@@ -100,9 +104,9 @@ def growth_table(read: Callable[[str], list[dict[str, Any]]]) -> str:
     groups = [
         (
             f"11 M, tokens: perplexity | {workers}",
-            [run for run in runs if run["workers"] == workers],
+            [run for run in runs if (run["workers"], run["epochs"]) == (workers, epochs)],
         )
-        for workers in (2, 4, 8, 16)
+        for workers, epochs in ((2, 10), (4, 10), (8, 10), (16, 10), (16, 20))
     ]
     # Bits of a byte; its perplexity would look like a small loss.
     of_bytes = [run | {"best": math.log2(run["best"])} for run in read("few-bytes-bytes")]
@@ -178,7 +182,9 @@ def picture(arms: dict[str, list[dict[str, Any]]]) -> str:
         [(at, min(best["dense"]), max(best["dense"])) for at in every],
     )
     peers = [
-        ChartLine(name, [(fewer[arm], best[arm][0])]) for arm, name in PEERS.items() if arm in arms
+        ChartLine(name, [(fewer[arm], statistics.fmean(best[arm]))])
+        for arm, name in PEERS.items()
+        if arm in arms
     ]
     return chart_file(
         "GPT-2, 11 M parameters, AdamW, 8 workers: what few bytes cost",

@@ -16,6 +16,7 @@ import argparse
 import json
 import time
 import tomllib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.lab.study.kinds import task_path
@@ -31,37 +31,27 @@ from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Task
 from gradherd.lab.train.config import RunConfig, run_settings
 from gradherd.lab.train.record import finite
-from gradherd.lab.train.stacked_step import FunctionalModel
 from gradherd.lab.train.trainer import passes
 from gradherd.lab.train.virtual_trainer import VirtualTrainer
 
 
-def compiled(task: Task, *, backend: str = "inductor") -> Task:
-    """Return a classifier whose training passes are compiled, once for all workers."""
-    skeleton = task.model().to("meta").train()
+def compiled(task: Task) -> Task:
+    """Return a classifier whose training passes are compiled, once for all workers.
 
-    @partial(torch.compile, dynamic=False, fullgraph=True, backend=backend)
-    def forward(tensors: dict[str, Tensor], inputs: Tensor) -> Tensor:
-        output: Tensor = functional_call(skeleton, tensors, (inputs,))
-        return output
+    Workers take turns, so the host is what they wait for: each model has CUDA graphs of its own.
+    """
+    made: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
+    compile = partial(torch.compile, dynamic=False, fullgraph=True, mode="reduce-overhead")
 
     class Compiled(type(task)):  # type: ignore[misc]
-        def loss(self, model: nn.Module | FunctionalModel, *tensors: Tensor) -> Tensor:
+        def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:
             inputs, labels = tensors
-            inputs = self.prepare(inputs)
-            if not model.training:
-                return F.cross_entropy(model(inputs), labels)
-            return F.cross_entropy(forward(tensors_of(model), inputs), labels)
+            forward: Callable[[Tensor], Tensor] = model
+            if model.training:
+                forward = made.get(model) or made.setdefault(model, compile(model))
+            return F.cross_entropy(forward(self.prepare(inputs)), labels)
 
-    return Compiled()  # type: ignore[no-any-return]
-
-
-def tensors_of(model: nn.Module | FunctionalModel) -> dict[str, Tensor]:
-    """Return parameters and buffers; dense workers share a model and have their own buffers."""
-    given: dict[str, Tensor] = {}
-    if isinstance(model, FunctionalModel):
-        model, given = model._model, model._named
-    return dict(model.named_parameters()) | dict(model.named_buffers()) | given
+    return Compiled()
 
 
 def warm_up(task: Task, config: RunConfig, examples: tuple[Tensor, ...]) -> None:

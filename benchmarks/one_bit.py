@@ -48,14 +48,22 @@ class Rank:
             device=device,
         )
         self._outer = OuterOptimizer(settings, self._weights.read())
+        self._keeps = settings.keep_residual
+
+    def _start(self) -> Tensor:
+        """Return the weights with which a phase begins."""
+        shared = self._outer.shared
+        if self._keeps:
+            shared = shared - self._worker.feedback.residual
+        return self._weights.rounded(shared)
 
     @torch.no_grad()
     def exchange(self) -> None:
         """As `LocalExchange` does at the end of a phase."""
-        weights = self._weights.read()
+        start, weights = self._start(), self._weights.read()
         self._worker.begin(1.0)
-        shared = self._weights.rounded(self._outer.shared)
-        self._worker.add(0, torch.sub(shared, weights, out=weights))
+        self._worker.add(0, torch.sub(start, weights, out=weights))
+        del start, weights
         script = self._worker.script()
         reply: Tensor | None = None
         while True:
@@ -66,7 +74,7 @@ class Rank:
                 break
         self._worker.commit(outcome)
         self._outer.step(outcome.whole_mean(self._weights.layout.size))
-        self._weights.write(self._weights.rounded(self._outer.shared))
+        self._weights.write(self._start())
 
 
 def milliseconds(work: Callable[[], Any], repeats: int) -> float:

@@ -34,7 +34,7 @@ Results = Mapping[str, Sequence[RunResult]]
 """Results by arm."""
 Series = tuple[list[float], list[float | None]]
 """x and y values."""
-TIMES = ("epoch", "step", "round", "bytes")
+TIMES = ("epoch", "step", "round", "bytes", "seconds")
 """x axes along which a run has a series of values."""
 _LOG_X = ("bytes", "lr", "workers")
 """x axes whose values span orders of magnitude."""
@@ -54,7 +54,7 @@ class Figure:
     y: str
     """A series of the runs, or a measure where x is a setting."""
     x: str = "epoch"
-    """epoch, step, round or bytes; or the name of a setting in which arms differ."""
+    """epoch, step, round, bytes or seconds; or the name of a setting in which arms differ."""
     arms: tuple[str, ...] = ()
     """Names of the arms to draw; empty draws all of them."""
     lines: str = "arm"

@@ -28,6 +28,31 @@ def test_herding_finds_the_published_bounds(tmp_path):
     assert found["id-grab", 0].figures["summary"]["bound"] == pytest.approx(13.5708, abs=1e-4)
 
 
+def test_seconds_trains_both_with_the_same_seed(tmp_path):
+    settings = {"epochs": 2, "batch_size": 64, "lr": 0.05, "limit": 320}
+    found = results_of(
+        study(
+            "kinds/seconds.py:SecondsStudy", [{"order": "pair-grab"}], settings, task="digits-mlp"
+        ),
+        tmp_path,
+    )
+    own = found["pair-grab", 0].figures
+    arms = [{"order": ["d-rr", "pair-grab"]}]
+    both = results_of(
+        study("kinds/seconds.py:SecondsStudy", arms, settings, task="digits-mlp"), tmp_path / "both"
+    )
+    plain = both["d-rr", 0].figures
+    # Random reshuffling is trained whether it was asked for or not, and is the measure of itself.
+    assert plain["summary"]["time_to_loss"] <= 1 and plain["summary"]["loss_ratio"] == 1
+    losses = both["pair-grab", 0].figures["series"]["train_loss"]
+    assert own["series"]["train_loss"] == losses
+    assert losses[0] == plain["series"]["train_loss"][0]  # The first epoch has the same order.
+    assert losses[1] != plain["series"]["train_loss"][1]
+    assert own["summary"]["loss_ratio"] == pytest.approx(
+        losses[1] / plain["series"]["train_loss"][1], rel=1e-5
+    )
+
+
 def test_series_are_thinned():
     starts, means = downsample([float(n) for n in range(1000)], max_points=10)
     assert len(starts) == 10 and means[0] == 49.5 and starts[1] == 100

@@ -236,17 +236,18 @@ class LocalExchange(ModelExchange):
             forced: Whether `sync` asks for it, which it must on all ranks.
         """
         self._weights.check_trainable()
-        start, own = self._start(), self._weights.read()
+        own = self._weights.read()
         self._worker.begin(1.0)
         # Without overlap nobody needs the weights again.
-        self._worker.add(0, torch.sub(start, own, out=None if self._thread else own))
+        self._worker.add(0, torch.sub(self._start(), own, out=None if self._thread else own))
         at, buffers = (self._steps, int(forced)), self._weights.read_buffers()
         if self._thread is None:
+            del own  # The exchange is where memory is highest.
             self._exchange(at, buffers)
         else:
             self._thread.submit(self._beside(at, buffers))
-        # Not if the exchange has failed.
-        self._taken, self._strange_steps, self._snapshot = 0, 0, own
+            self._snapshot = own
+        self._taken = self._strange_steps = 0  # not if the exchange has failed
         if self._thread is None or forced:
             self._apply(synced=forced)
 
@@ -324,7 +325,7 @@ class LocalExchange(ModelExchange):
         self._complete()
         arrival, snapshot = self._arrival, self._snapshot
         self._arrival = self._snapshot = None
-        assert arrival is not None and snapshot is not None
+        assert arrival is not None
         if arrival.mean is None:
             self._go_on_alone()
             return
@@ -338,7 +339,7 @@ class LocalExchange(ModelExchange):
         self._outer.step(arrival.mean)
         self._synced = synced or not self._settings.keep_residual
         new = self._start()
-        if self._thread is not None:
+        if snapshot is not None:
             # What this rank has learned since then; nothing right after `_begin`, so that `sync`
             # leaves equal bits on all ranks.
             new = new + (self._weights.read() - snapshot)
