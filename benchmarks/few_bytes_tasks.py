@@ -35,13 +35,14 @@ from gradherd.lab.train.trainer import passes
 from gradherd.lab.train.virtual_trainer import VirtualTrainer
 
 
-def compiled(task: Task) -> Task:
+def compiled(task: Task, **how: Any) -> Task:
     """Return a classifier whose training passes are compiled, once for all workers.
 
     Workers take turns, so the host is what they wait for: each model has CUDA graphs of its own.
     """
     made: dict[nn.Module, Callable[[Tensor], Tensor]] = {}
-    compile = partial(torch.compile, dynamic=False, fullgraph=True, mode="reduce-overhead")
+    how = how or {"mode": "reduce-overhead"}
+    compile = partial(torch.compile, dynamic=False, fullgraph=True, **how)
 
     class Compiled(type(task)):  # type: ignore[misc]
         def loss(self, model: nn.Module, *tensors: Tensor) -> Tensor:

@@ -244,7 +244,7 @@ def test_no_on_a_fast_link_and_yes_on_a_slow_one():
         "So use 4 local steps in one bit",
         "as fast as fp16 or bf16, the best of torch's that has lost no more",
         "local steps ended level with dense (LeNet on CIFAR-10, 6 epochs, 4 local steps: 58.3 and",
-        "with 7 % more perplexity (GPT-2 of 32 M parameters",
+        "with 8 % more perplexity (GPT-2 of 32 M parameters",
         "Short runs lose more: with 16 workers",
         "from about 1,000 tokens a worker and step on",
         "the learning rate of dense training by sqrt(4 workers) x sqrt(2 / 4 steps) = 1.4;",
@@ -256,7 +256,7 @@ def test_no_on_a_fast_link_and_yes_on_a_slow_one():
         "times per step",
     ):
         assert words in slow["advice"]
-    assert {record["every"] for record in slow["accuracy"]} == {4}
+    assert {record["every"] for record in slow["accuracy"]} == {4, 5}
     assert {(record["metric"], record["epoch"]) for record in slow["accuracy"]} == {
         ("accuracy", "last"), ("perplexity", "last"), ("perplexity", "best"),
     }  # fmt: skip
@@ -400,7 +400,12 @@ def test_accuracies_are_those_of_their_records(one):
             study = study or one.arm.partition("/")[0]
             runs = json.loads((RESULTS / study / "dense.json").read_text())["runs"]
             return {run["seed"]: run["figures"]["metric"][-1] for run in runs}
-        task = {"": None, "scarce": "cifar10-lenet", "sst2": "sst2-transformer"}[study]
+        task = {
+            "": None,
+            "scarce": "cifar10-lenet",
+            "sst2": "sst2-transformer",
+            "resnet18-long": "cifar10-resnet18",
+        }[study]
         runs = json.loads((RESULTS / f"{one.study}.json").read_text())["runs"]
         own = [r for r in runs if r["arm"] == arm and r.get("task") == task]
         assert all(run.get("finished", True) for run in own)

@@ -59,7 +59,7 @@ OVERHEADS = {
     "powersgd": ("matrix products and orthogonalisation", (7e-9, 1e-3), (20e-12, 1e-3)),
     "topk": ("residual, selection and mean", (3.5e-9, 1e-3), (1e-12, 3.6e-3)),
     "exdyna": ("the same, values of few bits included", (2e-9, 1e-3), (8e-12, 0.5e-3)),
-    "local": ("an exchange of local steps, once in so many", (15e-9, 6e-3), (20e-12, 1e-3)),
+    "local": ("an exchange of local steps, once in so many", (15e-9, 6e-3), (34e-12, 0.4e-3)),
     "order": ("cd-grab on top of a dense exchange", (1.4e-9, 0.2e-3), (16e-12, 0.2e-3)),
     "sketch": ("cd-grab beside any other exchange", (2.4e-9, 0.2e-3), (16e-12, 0.2e-3)),
 }

@@ -120,7 +120,7 @@ def accuracy_records(exchange: str, density: float) -> list[AccuracyRecord]:
     >>> {record.density for record in accuracy_records("exdyna-int2", 0.002)}
     {0.001}
     >>> {record.every for record in accuracy_records("local-2", 0.002)}
-    {2, 4}
+    {2, 4, 5}
     """
     method, _, detail = exchange.partition("-")
     known = [record for record in ACCURACY if record.method == method]
