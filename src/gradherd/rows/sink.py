@@ -645,6 +645,14 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()
 
 
+def as_autocast(inputs: Tensor) -> Tensor:
+    """Return a layer's input in the precision that autocast gives it."""
+    kind = inputs.device.type
+    if torch.is_autocast_enabled(kind) and inputs.dtype == torch.float32:
+        return inputs.to(torch.get_autocast_dtype(kind))
+    return inputs
+
+
 def trained_parameter(module: nn.Module, name: str) -> Any:
     """Return a parameter if it requires a gradient now, else None."""
     parameters = module._parameters
@@ -685,13 +693,11 @@ class TappedLayer(Tapped):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         if layer.casts and torch.is_autocast_enabled(inputs.device.type):
             # What autocast would do inside, done here: the layer and its rows then hold one copy.
-            dtype = torch.get_autocast_dtype(inputs.device.type)
-            if inputs.dtype == torch.float32 != dtype:
-                inputs = inputs.to(dtype)
-                if args:
-                    args = (inputs, *args[1:])
-                else:
-                    kwargs = {**kwargs, next(iter(kwargs)): inputs}
+            inputs = as_autocast(inputs)
+            if args:
+                args = (inputs, *args[1:])
+            else:
+                kwargs = {**kwargs, next(iter(kwargs)): inputs}
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
         return layer.tap(self, inputs, output)
 

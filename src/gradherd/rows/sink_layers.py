@@ -20,6 +20,7 @@ from gradherd.rows.sink import (
     SketchedLayer,
     Tapped,
     Use,
+    as_autocast,
     at_least_float32,
     trained_parameter,
 )
@@ -426,14 +427,6 @@ class TappedAttention(Tapped):
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         return output, weights
-
-
-def as_autocast(inputs: Tensor) -> Tensor:
-    """Return a layer's input in the precision that autocast gives it."""
-    kind = inputs.device.type
-    if torch.is_autocast_enabled(kind) and inputs.dtype == torch.float32:
-        return inputs.to(torch.get_autocast_dtype(kind))
-    return inputs
 
 
 def attention_mask(
