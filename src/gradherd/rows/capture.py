@@ -31,7 +31,7 @@ from gradherd.rows.settings import (
     TwoSidedRows,
     row_length,
 )
-from gradherd.rows.sink import ROW, Place, SinkPool, SketchedLayer, at_least_float32
+from gradherd.rows.sink import ROW, SINGLE, Place, SinkPool, SketchedLayer, at_least_float32
 from gradherd.rows.sink_layers import DirectLayer
 from gradherd.rows.sink_maps import Map, MapSettings
 from gradherd.rows.sketch import CountSketch, hashes
@@ -322,7 +322,8 @@ class Capture:
     def _open_to_choice(self) -> list[SketchedLayer]:
         """Return the layers that need not be read."""
         # A weight that is used twice, as by an embedding and a head, is read in both places.
-        shared = {id(use.layer) for uses in self._uses.values() if len(uses) > 1 for use in uses}
+        layers = [{id(use.layer) for use in uses} for uses in self._uses.values()]
+        shared = {layer for several in layers if len(several) > 1 for layer in several}
         return [
             layer
             for layer in self._pool.layers
@@ -353,7 +354,7 @@ class Capture:
                 if not layer.is_idle:
                     self._add(total, one, rows[:examples])
         for name in self._whole:
-            _, parts = arrived_rows(self._uses[name], arrived)
+            parts = [rows for _, rows in arrived_rows(self._uses[name], arrived)]
             if not parts or name in self._check.left_out:
                 continue
             whole = reduce(torch.add, parts)[:examples]
@@ -412,13 +413,13 @@ class Capture:
 
     def project_rows(self, name: str, grads: Tensor) -> Tensor:
         """Return what gradients (B, *shape) of one parameter add to the rows (B, k)."""
-        use = self._uses[name][0]
-        slot = use.usual_slot
-        columns = torch.stack([use.project(grad)[slot] for grad in grads])
-        one: Map = use.layer.maps[slot]
-        part = columns.new_zeros(len(grads), one.size)
-        use.columns(slot, part).copy_(columns)
-        total = columns.new_zeros(len(grads), self._size)
+        uses = self._uses[name]
+        singles = (use for use in uses if use.slot == SINGLE and use.layer.uses_single)
+        use = next(singles, uses[0])
+        one: Map = use.layer.maps[use.slot]
+        part = grads.new_zeros(len(grads), one.size)
+        use.columns(part).copy_(torch.stack([use.project(grad) for grad in grads]))
+        total = grads.new_zeros(len(grads), self._size)
         self._add(total, one, part)
         return total
 

@@ -133,43 +133,33 @@ def compiled_modules(model: nn.Module) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class ParameterUse:
-    """One layer that uses a parameter, and where its rows are."""
+    """One map of a layer that uses a parameter, and where its rows are."""
 
     layer: SketchedLayer
-    local: str
-    """The parameter's name in its layer's vector; its weight if that is empty."""
+    slot: int
+    """Place among the layer's maps."""
+    local: str = ""
+    """The parameter's name in its layer's vector."""
 
-    @property
-    def slots(self) -> tuple[int, ...]:
-        """Places among the layer's maps."""
+    def columns(self, rows: Tensor) -> Tensor:
+        """Return the parameter's columns (B, n) of the map's rows (B, N)."""
+        return rows[:, self.layer.vector.parts[self.local]] if self.local else rows
+
+    def project(self, grad: Tensor) -> Tensor:
+        """Return the columns of a whole gradient."""
         if self.local:
-            return (VECTOR,)
-        return (MATRIX,) if self.layer.single is None else (MATRIX, SINGLE)
-
-    @property
-    def usual_slot(self) -> int:
-        """The slot that the layer's input has used when it was looked at."""
-        return self.slots[-1] if self.layer.uses_single else self.slots[0]
-
-    def columns(self, slot: int, rows: Tensor) -> Tensor:
-        """Return the parameter's columns (B, n) of a sink's rows (B, N)."""
-        return rows[:, self.layer.vector.parts[self.local]] if slot == VECTOR else rows
-
-    def project(self, grad: Tensor) -> dict[int, Tensor]:
-        """Return the columns of a whole gradient, for each slot."""
-        if self.local:
-            return {VECTOR: self.layer.vector.project(self.local, grad)}
-        grad = grad.flatten(1) if grad.dim() > 2 else grad
-        return {slot: self.layer.maps[slot].project(grad) for slot in self.slots}
+            columns: Tensor = self.layer.vector.project(self.local, grad)
+        else:
+            grad = grad.flatten(1) if grad.dim() > 2 else grad
+            columns = self.layer.maps[self.slot].project(grad)
+        return columns
 
     def silence(self, arrived: Mapping[str, Tensor]) -> None:
         """Leave the parameter out of rows (B, N) that have arrived, and of all later ones."""
-        for slot in self.slots:
-            one = self.layer.maps[slot]
-            if (rows := arrived.get(self.layer.own_keys[slot])) is not None:
-                self.columns(slot, rows).zero_()
-            if isinstance(one, WholeMap):
-                continue
+        one = self.layer.maps[self.slot]
+        for _, rows in arrived_rows([self], arrived):
+            rows.zero_()
+        if not isinstance(one, WholeMap):
             signs = one.signs[one.parts[self.local]] if self.local else one.signs
             # In place: a compiled model goes on as it is, with rows of zero.
             signs.zero_()
@@ -179,15 +169,10 @@ class ParameterUse:
 
 def arrived_rows(
     uses: Iterable[ParameterUse], arrived: Mapping[str, Tensor]
-) -> tuple[list[int], list[Tensor]]:
-    """Return slots and rows of what has arrived of a parameter, of each layer that uses it."""
-    slots, every = [], []
-    for use in uses:
-        for slot in use.slots:
-            if (rows := arrived.get(use.layer.own_keys[slot])) is not None:
-                slots.append(slot)
-                every.append(use.columns(slot, rows))
-    return slots, every
+) -> list[tuple[int, Tensor]]:
+    """Return what has arrived of a parameter: the slot of each use, and its rows (B, n)."""
+    keyed = ((use, use.layer.own_keys[use.slot]) for use in uses)
+    return [(use.slot, use.columns(arrived[key])) for use, key in keyed if key in arrived]
 
 
 class LayerPlan:
@@ -261,13 +246,16 @@ class LayerPlan:
             vector["bias"] = own["bias"]
         if "weight" in own and "weight" not in vector:
             layer.matrix, layer.single = self._weight_maps(layer, own["weight"])
-            self._note(own["weight"], ParameterUse(layer, ""))
+            if prefix:  # attention: a sequence of one token is one position of many
+                layer.single = None
+            for slot in (MATRIX,) if layer.single is None else (MATRIX, SINGLE):
+                self._note(own["weight"], ParameterUse(layer, slot))
         if vector:
             sizes = {local: parameter.numel() for local, parameter in vector.items()}
             name = self.names[next(iter(vector.values()))]
             layer.vector = VectorMap(sizes, name, self.maps)
             for local, parameter in vector.items():
-                self._note(parameter, ParameterUse(layer, local))
+                self._note(parameter, ParameterUse(layer, VECTOR, local))
         tail = prefix.removeprefix("out_proj.")
         layer.trained = (
             f"{tail}weight" if "weight" in own else "",
@@ -322,7 +310,7 @@ class LayerPlan:
         # Whole: modules may share parameters, whose rows have to be added before they are sketched.
         layer.vector = VectorMap(sizes, owner.name, replace(self.maps, is_exact=True))
         for local, parameter in owner.parameters.items():
-            self._note(parameter, ParameterUse(layer, local))
+            self._note(parameter, ParameterUse(layer, VECTOR, local))
         self.pool.layers.append(layer)
 
     def _add_attention(self, owner: ParameterOwner) -> None:
@@ -331,7 +319,6 @@ class LayerPlan:
             part = prefix[:-1]
             layers[part] = LinearLayer(f"{owner.name}.{part}" if owner.name else part, self.pool)
             self._fill(layers[part], owner.parameters, prefix)
-            layers[part].single = None  # a sequence of one token is one position of many
         self.untap.append(tap_module(owner.module, layers, TappedAttention))
 
     def _add_direct(self, owner: ParameterOwner) -> None:
@@ -347,7 +334,7 @@ class LayerPlan:
                 continue
             layer = DirectLayer(self.names[parameter], self.pool)
             layer.vector = VectorMap({local: parameter.numel()}, layer.name, self.maps)
-            self._note(parameter, ParameterUse(layer, local))
+            self._note(parameter, ParameterUse(layer, VECTOR, local))
             self.pool.layers.append(layer)
             layers[local] = layer
         if layers:

@@ -127,9 +127,10 @@ class RowCheck:
 
     def _receive(self, name: str, grad: Tensor) -> None:
         """Keep a gradient to compare it with rows."""
-        use, known = self._uses[name][0], self._references.setdefault(name, {})
+        known = self._references.setdefault(name, {})
         with torch.no_grad():
-            for slot, kept in use.project(at_least_float32(grad)).items():
+            for slot, use in {use.slot: use for use in self._uses[name]}.items():
+                kept = use.project(at_least_float32(grad))
                 # A copy: it may be the gradient itself, which DDP averages in place.
                 known[slot] = known[slot] + kept if slot in known else kept.clone()
 
@@ -154,7 +155,7 @@ class RowCheck:
             if name in self.left_out:
                 continue
             found: Slots = {}
-            for slot, rows in zip(*arrived_rows(uses, self._pool.arrived), strict=True):
+            for slot, rows in arrived_rows(uses, self._pool.arrived):
                 found.setdefault(slot, []).append(rows)
             # In a graph idle layers have none; they share no parameters.
             if found or not uses[0].layer.is_idle:
