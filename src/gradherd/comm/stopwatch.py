@@ -1,7 +1,6 @@
 """How long training waited for something; the hooks of three rooms share it."""
 
 import time
-from types import TracebackType
 
 
 class Stopwatch:
@@ -26,12 +25,7 @@ class Stopwatch:
         self._depth += 1
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if self._depth == 0:
             self.seconds += time.perf_counter() - self._started

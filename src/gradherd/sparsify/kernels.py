@@ -87,7 +87,7 @@ def marked(values: Tensor, threshold: Tensor, marks: Marks, capacity: int) -> tu
     If more than C are marked, the last are left out; if fewer, zeros follow.
     """
     if triton := _triton_for(values):
-        found: tuple[Tensor, Tensor] = triton.compact(values, marks, capacity)
+        found: tuple[Tensor, Tensor] = triton.compact(marks, capacity)
         return found
     # `nonzero` waits for a GPU, but on one there is Triton.
     reaching = (values.abs() >= threshold).nonzero().view(-1)

@@ -227,7 +227,7 @@ def mark(values: Tensor, threshold: Tensor, marks: Marks, condition: Tensor | No
     )  # fmt: skip
 
 
-def compact(values: Tensor, marks: Marks, capacity: int) -> tuple[Tensor, Tensor]:
+def compact(marks: Marks, capacity: int) -> tuple[Tensor, Tensor]:
     """Do what `kernels.marked` does: (C,) int64 positions, () int32 count."""
     ends = marks.counts.cumsum(0, dtype=torch.int32)
     count = ends[-1] if len(ends) else ends.new_zeros(())
