@@ -190,7 +190,7 @@ def picture(arms: dict[str, list[dict[str, Any]]]) -> str:
         "GPT-2, 11 M parameters, AdamW, 8 workers: what few bytes cost",
         "times fewer bytes than dense float32",
         "best test perplexity",
-        [ours, dense, *peers],
+        [dense, ours, *peers],
         log_x=True,
         name_points=True,
     )
