@@ -149,7 +149,7 @@ class LocalExchange(ModelExchange):
             if not torch.equal(now[name], expected[name].to(now[name].device)):
                 raise RuntimeError(
                     f"{name} was changed after {self._set_by}, which sets the weights and moments "
-                    "of each rank: load the model and the optimizer first, then the herd"
+                    "of each rank: load the model and the optimizer first"
                 )
 
     def _copy_tensors(self) -> dict[str, Tensor]:
