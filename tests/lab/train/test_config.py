@@ -64,7 +64,7 @@ def test_settings_of_rows_and_methods_are_handed_on():
     assert config_of("digits", rows="sketch").row_choice() == "sketch"
     sketch = config_of("digits", rows="sketch", sketch_size=8)
     assert sketch.row_choice() == SketchRows(size=8)
-    assert row_settings(sketch, True, 650) == SketchRows(size=8)
+    assert row_settings(sketch, 650) == SketchRows(size=8)
     still = config_of("digits", **EXDYNA, method={"rotate": False})
     assert len({still, sketch, config_of("digits", **EXDYNA)}) == 3
     written = record(config=dataclasses.asdict(still)).to_json()
