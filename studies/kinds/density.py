@@ -7,7 +7,6 @@ gradients, which they would not be if each trained its own model.
 Letters: R workers, D elements of the gradient.
 """
 
-import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -22,6 +21,7 @@ from gradherd.lab.study.kinds import (
     RunOutcome,
     StudyKind,
     check_settings,
+    grouped,
     task_path,
 )
 from gradherd.lab.tasks.registry import find_task
@@ -70,12 +70,7 @@ class DensityStudy(StudyKind):
 
     def batches(self, runs: Sequence[PlannedRun], context: RunContext) -> list[list[PlannedRun]]:
         """Group runs on the same gradients, which are computed once."""
-        groups: dict[str, list[PlannedRun]] = {}
-        for run in runs:
-            # As text: a list cannot be the key of a dict.
-            shared = [run.seed, *(run.settings[name] for name in _GRADIENT_SETTINGS)]
-            groups.setdefault(json.dumps(shared), []).append(run)
-        return list(groups.values())
+        return grouped(runs, lambda run: [run.settings[name] for name in _GRADIENT_SETTINGS])
 
     def run(self, runs: Sequence[PlannedRun], context: RunContext) -> list[RunOutcome]:
         """Train once, and let every sparsifier exchange each step's gradients."""

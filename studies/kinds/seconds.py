@@ -5,7 +5,6 @@ the same seed, one after the other, and what counts is the time in which the ord
 random reshuffling ends.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +22,7 @@ from gradherd.lab.study.kinds import (
     RunOutcome,
     StudyKind,
     check_settings,
+    grouped,
     task_path,
 )
 from gradherd.lab.tasks.registry import find_task
@@ -63,11 +63,7 @@ class SecondsStudy(StudyKind):
 
     def batches(self, runs: Sequence[PlannedRun], context: RunContext) -> list[list[PlannedRun]]:
         """Group runs that are compared with the same one of random reshuffling."""
-        groups: dict[str, list[PlannedRun]] = {}
-        for run in runs:
-            shared = {name: value for name, value in run.settings.items() if name != "order"}
-            groups.setdefault(json.dumps([run.seed, shared]), []).append(run)
-        return list(groups.values())
+        return grouped(runs, lambda run: {**run.settings, "order": None})
 
     def run(self, runs: Sequence[PlannedRun], context: RunContext) -> list[RunOutcome]:
         """Train random reshuffling, then the orders of a batch, one after the other."""

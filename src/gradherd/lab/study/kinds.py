@@ -5,8 +5,9 @@ A study may bring a kind of its own, a `StudyKind` in a file beside it.
 
 import dataclasses
 import functools
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -83,6 +84,17 @@ class StudyKind(ABC):
     @abstractmethod
     def run(self, runs: Sequence[PlannedRun], context: RunContext) -> list[RunOutcome]:
         """Make the runs of a batch."""
+
+
+def grouped(
+    runs: Sequence[PlannedRun], shared: Callable[[PlannedRun], Any]
+) -> list[list[PlannedRun]]:
+    """Group runs of one seed that share something, which must be plain JSON."""
+    groups: dict[str, list[PlannedRun]] = {}
+    for run in runs:
+        # As text: a list cannot be the key of a dict.
+        groups.setdefault(json.dumps([run.seed, shared(run)]), []).append(run)
+    return list(groups.values())
 
 
 class CompareStudy(StudyKind):
