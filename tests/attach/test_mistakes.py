@@ -108,6 +108,24 @@ def test_without_a_name_they_are_refused_by_what_they_ask_for(batch, says, unit)
         first_step(order, model, named=False, dataset=DATA, batch_size=batch)
 
 
+@KINDS
+def test_batches_that_grow_after_an_epoch_are_refused_at_the_first(unit, rows):
+    """As many forwards as before would be half an epoch, and gradients of the wrong examples."""
+    model, order = nn.Linear(3, 1), OrderedSampler(DATA, "cd-grab", batch_size=4, unit=unit)
+    herd = attach(model, order=order, rows=rows)
+
+    def epoch(size):
+        for (x,) in DataLoader(DATA, batch_size=size, sampler=order):
+            model(x).square().mean().backward()
+
+    epoch(4)
+    epoch(4)
+    with pytest.raises(RuntimeError, match=r"received 2 batches .* both the same batch_size"):
+        epoch(8)
+    herd.finish()
+    assert herd.metrics()["total_examples_fed_back"] == 48
+
+
 @pytest.mark.parametrize("policy", ["cd-grab", "d-rr"])
 @pytest.mark.parametrize("count", [12, 48])
 def test_a_loader_of_another_data_set_is_refused_before_the_first_batch(count, policy):

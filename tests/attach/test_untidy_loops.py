@@ -100,6 +100,14 @@ def leaves_out_a_batch(one):
                 one.train(batch)
 
 
+def leaves_out_the_first_batch_of_a_named_loader(one):
+    for epoch in range(EPOCHS):
+        one.next_epoch(epoch)
+        for number, batch in enumerate(one.herd.batches(one.loader)):
+            if number >= epoch:
+                one.train(batch)
+
+
 def exception_and_continue(one):
     for epoch in range(EPOCHS):
         one.next_epoch(epoch)
@@ -235,6 +243,7 @@ def broken_off_and_looked_at(one):
 
 LOOPS = {
     leaves_out_a_batch: {},
+    leaves_out_the_first_batch_of_a_named_loader: {},
     exception_and_continue: {},
     one_ahead: {},
     a_batch_sampler_that_repeats: {},

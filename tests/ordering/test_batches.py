@@ -48,9 +48,16 @@ def test_batches_that_were_skipped_are_not_credited():
     assert alive
 
 
-def test_several_batches_before_the_first_forward_are_refused_unless_explained():
+@pytest.mark.parametrize("passes", [0, 1])
+def test_several_batches_before_the_first_forward_are_refused_unless_explained(passes):
+    """Also in a later pass: the loader may be another."""
     for skips in (True, False):
         batches = Batches(2, skips=skips)
+        for _ in range(passes):
+            one, alive = running(batches)
+            for one.handed_out in (2, 4, 6, 8):
+                number(batches)
+            del alive
         one, alive = running(batches)
         one.handed_out = 6
         if skips:

@@ -71,6 +71,8 @@ class EpochPass:
     """Batches of the loop's passes before."""
     fetched_ahead: bool = False
     """Whether the examples of several batches were asked for while there were other processes."""
+    keeps_up: bool = False
+    """Whether the first forward of its loop has come after one batch."""
     thread: int = field(default_factory=threading.get_ident)
     """Thread that began it."""
 
@@ -153,12 +155,13 @@ class Batches:
     def __init__(self, batch_size: int, unit: int = 1, *, skips: bool = False) -> None:
         """Start without an epoch, for batches and units of so many examples.
 
-        If the loop `skips`, several batches may come before the first forward: none of them was
-        fetched ahead.
+        If the loop `skips`, several batches may come before the first forward of a pass: none of
+        them was fetched ahead.
         """
         self._batch_size = batch_size
         self._unit = unit
-        self._keeps_up = skips  # whether it is clear that the loop fetches nothing ahead
+        self._skips = skips
+        self._keeps_up = False  # whether it is clear that a named loop fetches nothing ahead
         self._count: LoopCount | None = None
         self._passes: list[EpochPass] = []
         self._newest_batch: BatchTicket | None = None
@@ -227,8 +230,8 @@ class Batches:
         the same batch again.
 
         Raises:
-            RuntimeError: Batches were fetched before the first forward, and it is not known whether
-                they were skipped or are yet to come.
+            RuntimeError: Several batches came before the first forward of a pass, and it is not
+                known whether they were skipped, are yet to come or are one.
             ValueError: The loader's batches are not those of the sampler.
         """
         self._note_received()
@@ -237,19 +240,21 @@ class Batches:
             return None
         last = newest.epoch_pass
         last.check(self._batch_size)
-        if not self._keeps_up:
+        # A loader of larger batches may have taken the place of a loop that kept up; one that is
+        # named has shown the size of its batches.
+        if not (last.keeps_up or (self._keeps_up and last.count is not None)):
             unexplained = newest.number - last.skipped
-            if unexplained > 0:
+            if unexplained > 0 and not self._skips:
                 raise RuntimeError(
                     f"the loop has received {unexplained + 1} batches before the first forward "
-                    f"(of {self._batch_size} examples each, the sampler's batch_size), and "
-                    "gradherd cannot tell whether it skips batches or fetches them ahead: if it "
-                    "skips, say so with OrderedSampler(..., skips=True); if it fetches ahead, do "
+                    f"(of {self._batch_size} examples each, the sampler's batch_size): if they are "
+                    "one batch of the loader, give both the same batch_size; if the loop skips "
+                    "batches, say so with OrderedSampler(..., skips=True); if it fetches ahead, do "
                     "that in a generator and iterate over herd.batches(generator); a list of "
                     "batches, as from list(loader), cannot be followed: iterate over the loader, "
                     "or give each batch's examples to herd.observe()"
                 )
-            self._keeps_up = True
+            self._keeps_up = last.keeps_up = True
         return newest
 
     def _note_received(self) -> None:

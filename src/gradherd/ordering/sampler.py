@@ -115,8 +115,9 @@ class OrderedSampler(DistributedSampler[Any]):
             world: Rank and number of ranks; detected by default.
             drop_last: Make the ranks' epochs equally long by dropping units (different ones in
                 each epoch) instead of repeating some.
-            skips: Whether the loop may skip batches before its first forward. Without it, several
-                batches that arrive before are refused: they may have been fetched ahead.
+            skips: Whether the loop may skip batches before the first forward of an epoch. Without
+                it, several batches that arrive before are refused: they may have been fetched
+                ahead, or be one of a larger size.
         """
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise ValueError(
