@@ -69,8 +69,8 @@ Pair = tuple[Tensor | None, Tensor | None]
 Planner = Callable[[Tensor, Tensor, int, bool], "KernelPlan | None"]
 """Prepares kernels from input, gradient, elements between two rows, and whether both tensors begin
 at multiples of 16 bytes; None if no kernel reads them."""
-Plans = tuple[list[tuple["KernelPlan", "Place"]], Use]
-"""Kernels, each with the place of its rows, and the use of the layer that they leave."""
+Planned = tuple["KernelPlan", "Place"]
+"""Kernels of a weight, and the place of its rows."""
 Place = tuple[str, int, int]
 """Where rows are added: a key, and the columns of all rows of that key before and after which they
 come: how many there are, and the first of them."""
@@ -289,12 +289,14 @@ class SinkPool:
         backward = self._open.get(current_backward()) or self._begin_backward()
         if parameter is not None and backward.handle is None:
             backward.watch(parameter)
-        if self.has_kernels and layer.compiles:
+        if use[3] and self.has_kernels and layer.compiles:
             stream, examples = self._stream(), grads.shape[0]
             at, grads_at = inputs.data_ptr(), grads.data_ptr()
             is_aligned = (at | grads_at) % 16 == 0
-            plans, use = layer.plans(use, inputs, grads, bool(saved), is_aligned)
-            for plan, (key, width, start) in plans:
+            planned = layer.planned(use, inputs, grads, is_aligned)
+            if planned is not None:
+                plan, (key, width, start) = planned
+                use = (*use[:3], False, use[4])
                 table = backward.tables.get((stream, key)) or backward.table(stream, key, width)
                 if examples > table.length:
                     table.room(examples)
@@ -427,7 +429,7 @@ class SketchedLayer(ABC):
         """Whether the layer may be part of a graph."""
         self.is_idle = False
         """Whether rows are not read from it, except on batches on which layers are apart."""
-        self._plans: dict[Any, Plans] = {}
+        self._plans: dict[Any, Planned | None] = {}
 
     @property
     def maps(self) -> tuple[Any, Any, Any]:
@@ -445,14 +447,9 @@ class SketchedLayer(ABC):
     def columns(self, inputs: Tensor, grads: Tensor, use: Use, *saved: Tensor) -> Pair:
         """Return the columns of weight and vector for n examples; None for what is not wanted."""
 
-    def planners(self, use: Use, saves: bool) -> tuple[Planner | None, Planner | None]:
-        """Return what plans kernels for the rows of weight and vector; None where nothing does.
-
-        Args:
-            use: As in `columns`.
-            saves: Whether anything but input and gradient is needed.
-        """
-        return None, None
+    def planner(self, use: Use) -> Planner | None:
+        """Return what plans kernels for the rows of the weight; None if nothing does."""
+        return None
 
     def wanted_maps(self, use: Use) -> tuple[bool, bool]:
         """Say whether rows of the maps of weight and vector are wanted."""
@@ -508,35 +505,21 @@ class SketchedLayer(ABC):
             vector = self.vector.finish(vector)
         return matrix, vector
 
-    def plans(
-        self, use: Use, inputs: Tensor, grads: Tensor, saves: bool, is_aligned: bool
-    ) -> Plans:
-        """Return the kernels for tensors like these, and what they leave."""
+    def planned(self, use: Use, inputs: Tensor, grads: Tensor, is_aligned: bool) -> Planned | None:
+        """Return the kernels for the weight's rows from tensors like these; None without any."""
         key = (
-            use, saves, self.pool.is_apart, is_aligned, inputs.shape, inputs.stride(),
-            inputs.dtype, grads.shape, grads.stride(), grads.dtype,
+            use, self.pool.is_apart, is_aligned, inputs.shape, inputs.stride(), inputs.dtype,
+            grads.shape, grads.stride(), grads.dtype,
         )  # fmt: skip
         if key not in self._plans:
             if len(self._plans) > _MOST_PLANS:  # lengths that change from batch to batch
                 self._plans.clear()
-            self._plans[key] = self._make_plans(use, inputs, grads, saves, is_aligned)
+            self._plans[key] = None
+            if (make := self.planner(use)) is not None:
+                place = self.place(MATRIX)
+                plan = make(inputs, grads, place[1], is_aligned)
+                self._plans[key] = None if plan is None else (plan, place)
         return self._plans[key]
-
-    def _make_plans(
-        self, use: Use, inputs: Tensor, grads: Tensor, saves: bool, is_aligned: bool
-    ) -> Plans:
-        found, left = [], list(self.wanted_maps(use))
-        slots = (SINGLE if use[2] else MATRIX, VECTOR)
-        pairs = zip(slots, self.planners(use, saves), strict=True)
-        for which, (slot, make) in enumerate(pairs):
-            if not left[which] or make is None:
-                continue
-            place = self.place(slot)
-            plan = make(inputs, grads, place[1], is_aligned)
-            if plan is not None:
-                found.append((plan, place))
-                left[which] = False
-        return found, (*use[:3], left[0], left[1]) if found else use
 
     def padded(self, rows: Tensor | None) -> Tensor | None:
         """Give rows of a short batch the length of the sink."""

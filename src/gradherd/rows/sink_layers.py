@@ -62,18 +62,16 @@ class LinearLayer(SketchedLayer):
                 total = F.pad(total, (part[0], self.vector.size - part[1]))
         return matrix, total
 
-    def planners(self, use: Use, saves: bool) -> tuple[Planner | None, Planner | None]:
+    def planner(self, use: Use) -> Planner | None:
         """Plan kernels if examples come first."""
         from gradherd.rows import triton_layers
 
         dim, part, single, *_ = use
-        if dim or single or part is not None:
-            return None, None
-        matrix: Planner | None = None
-        if self.matrix is not None and self.matrix.columns <= MOST_COLUMNS:
-            projects_grads = (self.matrix.keep == 1) != self.transposed
-            matrix = partial(triton_layers.plan_product, self.matrix, projects_grads, None)
-        return matrix, partial(triton_layers.plan_bias, self.vector)
+        one = self.matrix
+        if dim or single or part is not None or one is None or one.columns > MOST_COLUMNS:
+            return None
+        projects_grads = (one.keep == 1) != self.transposed
+        return partial(triton_layers.plan_product, one, projects_grads, None)
 
 
 def linear_columns(
@@ -164,17 +162,17 @@ class ConvLayer(SketchedLayer):
             small = small.unfold(at, (size - 1) * dilation + 1, stride)[..., ::dilation]
         return small.movedim(1, 1 + dims).flatten(1 + dims).flatten(1, dims)
 
-    def planners(self, use: Use, saves: bool) -> tuple[Planner | None, Planner | None]:
+    def planner(self, use: Use) -> Planner | None:
         """Plan kernels for the filters of a plain convolution over two dimensions."""
         from gradherd.rows import triton_layers
 
         matrix = self.matrix
         plain = not (self.transposed or self.pad or use[2]) and self.groups == 1
         if matrix is None or not plain or len(self.window) != 2 or matrix.columns > MOST_COLUMNS:
-            return None, None
+            return None
         pointwise = matrix.is_pointwise(self.stride, self.padding)
         window = None if pointwise else (self.window, self.stride, self.padding, self.dilation)
-        return partial(triton_layers.plan_product, matrix, False, window), None
+        return partial(triton_layers.plan_product, matrix, False, window)
 
 
 class EmbeddingLayer(SketchedLayer):
@@ -288,17 +286,6 @@ class LastDimsNorm(NormLayer):
         wide = inputs.float() if self.in_float32 else at_least_float32(inputs)
         return norm(wide, self.shape, eps=self.eps)
 
-    def planners(self, use: Use, saves: bool) -> tuple[Planner | None, Planner | None]:
-        """Plan kernels for a norm over the last dimension."""
-        from gradherd.rows import triton_layers
-
-        has_shift = len(self.vector.parts) > 1
-        if use[0] or not use[3] or use[4] != has_shift or len(self.shape) > 1:
-            return None, None
-        if self.eps is None:  # it depends on the dtype
-            return None, None
-        return None, partial(triton_layers.plan_norm, self.vector, self.eps, self.rms, has_shift)
-
 
 class ChannelNorm(NormLayer):
     """nn.GroupNorm and BatchNorm: inputs (n, C, ...)."""
@@ -322,14 +309,6 @@ class ChannelNorm(NormLayer):
             return F.group_norm(wide, self.groups, eps=self.eps)
         mean, var = (one.to(wide) for one in saved) if saved else (None, None)
         return F.batch_norm(wide, mean, var, training=not saved, eps=self.eps)
-
-    def planners(self, use: Use, saves: bool) -> tuple[Planner | None, Planner | None]:
-        """Plan kernels for a BatchNorm in training."""
-        from gradherd.rows import triton_layers
-
-        if self.groups or saves or not (use[3] and use[4]):
-            return None, None
-        return None, partial(triton_layers.plan_batch_norm, self.vector, self.eps)
 
 
 class DirectLayer(SketchedLayer):

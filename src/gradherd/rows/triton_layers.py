@@ -7,8 +7,9 @@ stream run one after the other, and every element has one program that adds to i
 depend on chance.
 
 A weight takes two kernels: one factor is projected to a few columns, then multiplied with the other
-factor; a convolution adds up its window on the way. A bias takes one kernel, norms take two. Each
-factor is read once.
+factor; a convolution adds up its window on the way. Each factor is read once. Biases, norms and
+convolutions of few channels are left to torch: of the 16 layers that are read, few are of these
+kinds, and a step would hardly be shorter.
 
 Letters: N examples, T positions, C channels, Q columns.
 """
@@ -22,13 +23,12 @@ import triton.language as tl
 from torch import Tensor
 
 from gradherd.gpu import Launch
-from gradherd.rows.sink_maps import FilterMap, MatrixMap, VectorMap
+from gradherd.rows.sink_maps import FilterMap, MatrixMap
 
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 """Triton's names of the dtypes that kernels read."""
 _MOST_CHANNELS = 4096  # of a position that one program holds
 _PROGRAMS = 512  # keep a GPU busy
-_FLOAT = 4  # bytes
 
 
 @triton.jit
@@ -68,31 +68,6 @@ def _project_kernel(
         mask = known[:, None] & (q < columns)[None, :]
         matrix = tl.load(matrices + c[:, None] * side_c + q[None, :] * side_q, mask=mask, other=0.0)
         total = tl.dot(block, matrix, total, input_precision=PRECISION)
-    at = (n * positions + t)[:, None] * Q + q[None, :]
-    tl.store(_pointer(thin, KIND, True) + at, total.to(KIND), mask=inside[:, None])
-
-
-@triton.jit(do_not_specialize=["first", "side", "thin"])
-def _filter_kernel(
-    first, side, thin, positions, channels, columns, stride_n, stride_t, stride_c,
-    height, width, across, count, window, stride_y, stride_x, pad_y, pad_x, step_y, step_x,
-    KIND: tl.constexpr, Q: tl.constexpr, BT: tl.constexpr,
-):  # fmt: skip
-    """Slide Q filters over one example of few channels."""
-    n = tl.program_id(1).to(tl.int64)
-    image, filters = _pointer(first, KIND, False) + n * stride_n, _pointer(side, KIND, True)
-    t, q = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, Q)
-    inside = t < positions
-    top, left = (t // across) * stride_y - pad_y, (t % across) * stride_x - pad_x
-    total = tl.zeros((BT, Q), tl.float32)
-    for at in range(0, channels * count):
-        place = at % count
-        y, x = top + (place // window) * step_y, left + (place % window) * step_x
-        valid = inside & (y >= 0) & (y < height) & (x >= 0) & (x < width)
-        from_ = image + (at // count) * stride_c + (y * width + x) * stride_t
-        value = tl.load(from_, mask=valid, other=0.0).to(tl.float32)
-        weight = tl.load(filters + q * (channels * count) + at, mask=q < columns, other=0.0)
-        total += value[:, None] * weight.to(tl.float32)[None, :]
     at = (n * positions + t)[:, None] * Q + q[None, :]
     tl.store(_pointer(thin, KIND, True) + at, total.to(KIND), mask=inside[:, None])
 
@@ -145,128 +120,6 @@ def _combine_kernel(
     tl.store(at, tl.load(at, mask=mask, other=0.0) + total, mask=mask)
 
 
-@triton.jit(do_not_specialize=["inputs", "grads", "sums"])
-def _channel_sums_kernel(
-    inputs, grads, sums, rows, channels, positions, x_n, x_c, x_t, g_n, g_c, g_t,
-    X: tl.constexpr, G: tl.constexpr, IS_ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Sum g, g x, x and x^2 over the positions of some (example, channel) pairs."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    valid = row < rows
-    n, c = (row // channels).to(tl.int64), (row % channels).to(tl.int64)
-    x_row = _pointer(inputs, X, IS_ALIGNED) + n * x_n + c * x_c
-    g_row = _pointer(grads, G, IS_ALIGNED) + n * g_n + c * g_c
-    total_g = tl.zeros((ROWS, BLOCK), tl.float32)
-    total_gx = tl.zeros((ROWS, BLOCK), tl.float32)
-    total_x = tl.zeros((ROWS, BLOCK), tl.float32)
-    total_xx = tl.zeros((ROWS, BLOCK), tl.float32)
-    for begin in range(0, positions, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        mask = valid[:, None] & (at < positions)[None, :]
-        # Triton itself takes a stride of 1 for a constant.
-        one = tl.load(x_row[:, None] + at[None, :] * x_t, mask=mask, other=0.0)
-        two = tl.load(g_row[:, None] + at[None, :] * g_t, mask=mask, other=0.0)
-        one, two = one.to(tl.float32), two.to(tl.float32)
-        total_g += two
-        total_gx += two * one
-        total_x += one
-        total_xx += one * one
-    to = _pointer(sums, tl.float32, True) + row
-    tl.store(to, tl.sum(total_g, 1), mask=valid)
-    tl.store(to + rows, tl.sum(total_gx, 1), mask=valid)
-    tl.store(to + 2 * rows, tl.sum(total_x, 1), mask=valid)
-    tl.store(to + 3 * rows, tl.sum(total_xx, 1), mask=valid)
-
-
-@triton.jit(do_not_specialize=["sums", "signs", "out"])
-def _channel_rows_kernel(
-    sums, signs, out, row, examples, channels, count, eps, BN: tl.constexpr, BC: tl.constexpr
-):  # fmt: skip
-    """Add the gradients of scale and shift, from the sums, for some channels of all examples."""
-    found, rows = _pointer(sums, tl.float32, True), examples * channels
-    c = tl.program_id(0) * BC + tl.arange(0, BC)
-    inside = c < channels
-    total = tl.zeros((BC,), tl.float32)
-    squares = tl.zeros((BC,), tl.float32)
-    for begin in range(0, examples, BN):
-        n = begin + tl.arange(0, BN)
-        mask = (n < examples)[:, None] & inside[None, :]
-        at = n[:, None] * channels + c[None, :]
-        total += tl.sum(tl.load(found + 2 * rows + at, mask=mask, other=0.0), 0)
-        squares += tl.sum(tl.load(found + 3 * rows + at, mask=mask, other=0.0), 0)
-    mean = total / count
-    deviation = tl.rsqrt(tl.maximum(squares / count - mean * mean, 0.0) + eps)
-    own = _pointer(signs, tl.float32, False) + c
-    deviation *= tl.load(own, mask=inside, other=0.0)
-    sign = tl.load(own + channels, mask=inside, other=0.0)
-    for begin in range(0, examples, BN):
-        n = begin + tl.arange(0, BN)
-        mask = (n < examples)[:, None] & inside[None, :]
-        at = n[:, None] * channels + c[None, :]
-        shift = tl.load(found + at, mask=mask, other=0.0)
-        product = tl.load(found + rows + at, mask=mask, other=0.0)
-        scale = (product - mean[None, :] * shift) * deviation[None, :]
-        to = _pointer(out, tl.float32, False) + n.to(tl.int64)[:, None] * row + c[None, :]
-        tl.store(to, tl.load(to, mask=mask, other=0.0) + scale, mask=mask)
-        to += channels
-        shift = tl.load(to, mask=mask, other=0.0) + shift * sign[None, :]
-        tl.store(to, shift, mask=mask)
-
-
-@triton.jit(do_not_specialize=["inputs", "grads", "parts"])
-def _norm_kernel(
-    inputs, grads, parts, positions, channels, shares, eps, width, x_n, x_t, g_n, g_t,
-    X: tl.constexpr, G: tl.constexpr, IS_ALIGNED: tl.constexpr, RMS: tl.constexpr,
-    SHIFT: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """Normalise some positions of an example, and sum g xhat and g over them."""
-    share, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    x = _pointer(inputs, X, IS_ALIGNED) + n * x_n
-    g = _pointer(grads, G, IS_ALIGNED) + n * g_n
-    c = tl.arange(0, BC)
-    inside = c < channels
-    scale = tl.zeros((BC,), tl.float32)
-    shift = tl.zeros((BC,), tl.float32)
-    for begin in range(share * BT, positions, shares * BT):
-        t = begin + tl.arange(0, BT)
-        mask = (t < positions)[:, None] & inside[None, :]
-        at = t.to(tl.int64)[:, None]
-        two = tl.load(g + at * g_t + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        one = tl.load(x + at * x_t + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        if not RMS:
-            mean = tl.sum(one, 1) / channels
-            one = tl.where(inside[None, :], one - mean[:, None], 0.0)
-        deviation = tl.rsqrt(tl.sum(one * one, 1) / channels + eps)
-        scale += tl.sum(two * one * deviation[:, None], 0)
-        shift += tl.sum(two, 0)
-    to = _pointer(parts, tl.float32, True) + (n * shares + share) * width + c
-    tl.store(to, scale, mask=inside)
-    if SHIFT:
-        tl.store(to + channels, shift, mask=inside)
-
-
-@triton.jit(do_not_specialize=["grads", "signs", "out"])
-def _sum_kernel(
-    grads, signs, out, row, positions, channels, g_n, g_t,
-    G: tl.constexpr, IS_ALIGNED: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """Sum some channels over the positions of an example, and add the result with signs."""
-    n, c = tl.program_id(1).to(tl.int64), tl.program_id(0) * BC + tl.arange(0, BC)
-    g = _pointer(grads, G, IS_ALIGNED) + n * g_n
-    inside = c < channels
-    total = tl.zeros((BT, BC), tl.float32)
-    for begin in range(0, positions, BT):
-        t = begin + tl.arange(0, BT)
-        mask = (t < positions)[:, None] & inside[None, :]
-        at = t.to(tl.int64)[:, None] * g_t + c[None, :]
-        total += tl.load(g + at, mask=mask, other=0.0).to(tl.float32)
-    sign = tl.load(_pointer(signs, tl.float32, False) + c, mask=inside, other=0.0)
-    to = _pointer(out, tl.float32, False) + n * row + c
-    before = tl.load(to, mask=inside, other=0.0)
-    tl.store(to, before + tl.sum(total, 0) * sign, mask=inside)
-
-
 class Factor(NamedTuple):
     """Sizes and strides of a tensor of examples, positions and channels."""
 
@@ -317,14 +170,13 @@ class KernelPlan(NamedTuple):
     """Bytes of scratch memory."""
 
 
-# What follows prepares to launch on tensors of these sizes and strides; None: no kernel reads them.
-
-
 def plan_product(
     one: MatrixMap, projects_grads: bool, window: Window | None,
     inputs: Tensor, grads: Tensor, row: int, is_aligned: bool,
 ) -> KernelPlan | None:  # fmt: skip
-    """Plan the columns of a weight: one factor is projected and multiplied with the other.
+    """Prepare to launch on tensors of these sizes and strides; None: no kernel reads them.
+
+    One factor is projected and multiplied with the other.
 
     Args:
         one: The map of the weight.
@@ -339,9 +191,9 @@ def plan_product(
     thin, wide = Factor.of(first), Factor.of(second)
     if thin is None or wide is None or first.dtype != second.dtype:
         return None
+    if isinstance(one, FilterMap) and one.filters[0, 0].numel() > 1:
+        return None  # few channels: filters are not products of signs for channels and places
     dtype, is_filter = first.dtype, isinstance(one, FilterMap)
-    # Few channels: filters are not products of signs for channels and places.
-    slides = isinstance(one, FilterMap) and one.filters[0, 0].numel() > 1
     # As the layers themselves are told.
     rounds = torch.get_float32_matmul_precision() != "highest"
     precision = "tf32" if (torch.backends.cudnn.allow_tf32 if is_filter else rounds) else "ieee"
@@ -354,32 +206,24 @@ def plan_product(
             *first.shape[2:], second.shape[3], size[0] * size[1], size[1],
             *stride, *padding, *dilation,
         )  # fmt: skip
-    is_window = window is not None and not slides
-    if slides:
-        project = Launch(
-            _filter_kernel, (triton.cdiv(wide.positions, 128), wide.examples, 1),
-            wide.positions, thin.channels, columns, *thin.strides, *moves, kind, width, 128,
-        )  # fmt: skip
-        scratch = wide.examples * wide.positions * width * dtype.itemsize
-    else:
-        examples, positions, last = thin.examples, thin.positions, thin.stride_c == 1
-        scratch = examples * positions * width * dtype.itemsize
-        if last and thin.stride_n == positions * thin.stride_t:  # one long example
-            examples, positions = 1, examples * positions
-        block, channels = 64 if half else 32, 128 if last and width <= 64 else 64
-        if thin.channels > _MOST_CHANNELS and last and width <= 64:  # the head of a vocabulary
-            block, channels = 16, 256
-        while block > 32 and examples * triton.cdiv(positions, block) < _PROGRAMS:
-            block //= 2
-        sides = (1, thin.channels) if is_filter else (columns, 1)
-        project = Launch(
-            _project_kernel, (triton.cdiv(positions, block), examples, 1),
-            positions, thin.channels, columns, *thin.strides, *sides,
-            kind, is_aligned, last, precision, width, block, channels,
-        )  # fmt: skip
+    examples, positions, last = thin.examples, thin.positions, thin.stride_c == 1
+    scratch = examples * positions * width * dtype.itemsize
+    if last and thin.stride_n == positions * thin.stride_t:  # one long example
+        examples, positions = 1, examples * positions
+    block, channels = 64 if half else 32, 128 if last and width <= 64 else 64
+    if thin.channels > _MOST_CHANNELS and last and width <= 64:  # the head of a vocabulary
+        block, channels = 16, 256
+    while block > 32 and examples * triton.cdiv(positions, block) < _PROGRAMS:
+        block //= 2
+    sides = (1, thin.channels) if is_filter else (columns, 1)
+    project = Launch(
+        _project_kernel, (triton.cdiv(positions, block), examples, 1),
+        positions, thin.channels, columns, *thin.strides, *sides,
+        kind, is_aligned, last, precision, width, block, channels,
+    )  # fmt: skip
     last = wide.stride_c == 1
     block, most = 64 if last else 32, 128
-    if is_window:  # which every program adds up again
+    if window is not None:  # which every program adds up again
         block = 128
     while block > 32 and wide.examples * triton.cdiv(one.width, block) < _PROGRAMS // 2:
         block //= 2
@@ -387,7 +231,7 @@ def plan_product(
     combine = Launch(
         _combine_kernel, (triton.cdiv(one.width, block), wide.examples, 1),
         wide.positions, wide.channels, columns, one.folds, one.width, row, *wide.strides,
-        *moves, kind, is_aligned, last, is_window, precision, width, most, block,
+        *moves, kind, is_aligned, last, window is not None, precision, width, most, block,
     )  # fmt: skip
     if isinstance(one, FilterMap):
         side = one.filters.to(dtype)
@@ -403,90 +247,3 @@ def plan_product(
         combine(stream, second, scratch, places, one.signs.data_ptr(), out)
 
     return KernelPlan(run, scratch)
-
-
-def plan_batch_norm(
-    one: VectorMap, eps: float, inputs: Tensor, grads: Tensor, row: int, is_aligned: bool
-) -> KernelPlan | None:
-    """Plan the rows of a BatchNorm in training: tensors (N, C, ...)."""
-    if Factor.of(inputs) is None or Factor.of(grads) is None or inputs.dim() == 2:
-        return None
-    examples, channels = inputs.shape[:2]
-    flat, wide = inputs.flatten(2), grads.flatten(2)
-    positions, pairs = flat.shape[2], examples * channels
-    # A row of a block is read by one warp, which adds it up without the others.
-    block = 256 if positions > 1024 else 128 if positions > 256 else 64
-    per = 1024 // block
-    add = Launch(
-        _channel_sums_kernel, (triton.cdiv(pairs, per), 1, 1),
-        pairs, channels, positions, *flat.stride(), *wide.stride(),
-        TYPES[inputs.dtype], TYPES[grads.dtype], is_aligned, per, block,
-    )  # fmt: skip
-    finish = Launch(
-        _channel_rows_kernel, (triton.cdiv(channels, 16), 1, 1),
-        row, examples, channels, examples * positions, eps, 64, 16,
-    )  # fmt: skip
-
-    def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
-        add(stream, inputs, grads, scratch)
-        finish(stream, scratch, one.signs.data_ptr(), out)
-
-    return KernelPlan(run, 4 * pairs * _FLOAT)
-
-
-def plan_norm(
-    one: VectorMap, eps: float, rms: bool, has_shift: bool,
-    inputs: Tensor, grads: Tensor, row: int, is_aligned: bool,
-) -> KernelPlan | None:  # fmt: skip
-    """Plan the rows of a LayerNorm or RMSNorm over the channels of (N, T, C)."""
-    x, g = Factor.of(inputs), Factor.of(grads)
-    if x is None or g is None or inputs.dim() == 4 or g.channels > _MOST_CHANNELS:
-        return None
-    if x.stride_c != 1 or g.stride_c != 1:
-        return None
-    width, size = triton.next_power_of_2(g.channels), one.size
-    per = max(1, 4096 // width)
-    shares = max(1, min(triton.cdiv(g.positions, per), _PROGRAMS // g.examples))
-    add = Launch(
-        _norm_kernel, (shares, g.examples, 1),
-        g.positions, g.channels, shares, eps, size,
-        x.stride_n, x.stride_t, g.stride_n, g.stride_t,
-        TYPES[inputs.dtype], TYPES[grads.dtype], is_aligned,
-        rms, has_shift, per, width,
-    )  # fmt: skip
-    parts = Factor(g.examples, shares, size, shares * size, size, 1)
-    finish = _sums(parts, row, tl.float32, True)
-
-    def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
-        add(stream, inputs, grads, scratch)
-        finish(stream, scratch, one.signs.data_ptr(), out)
-
-    return KernelPlan(run, g.examples * shares * size * _FLOAT)
-
-
-def plan_bias(
-    one: VectorMap, inputs: Tensor, grads: Tensor, row: int, is_aligned: bool
-) -> KernelPlan | None:
-    """Plan the rows of a bias: gradients (N, T, C) or (N, C)."""
-    factor = Factor.of(grads)
-    if factor is None or grads.dim() == 4 or factor.stride_c != 1:
-        return None
-    add = _sums(factor, row, TYPES[grads.dtype], is_aligned)
-
-    def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
-        add(stream, grads, one.signs.data_ptr(), out)
-
-    return KernelPlan(run, 0)
-
-
-def _sums(factor: Factor, row: int, kind: tl.dtype, is_aligned: bool) -> Launch:
-    """Return the launch that adds up the positions of each example."""
-    block = 128
-    while block > 32 and factor.examples * triton.cdiv(factor.channels, block) < _PROGRAMS // 2:
-        block //= 2
-    most = min(triton.next_power_of_2(factor.positions), 4096 // block)
-    return Launch(
-        _sum_kernel, (triton.cdiv(factor.channels, block), factor.examples, 1),
-        row, factor.positions, factor.channels, factor.stride_n, factor.stride_t,
-        kind, is_aligned, most, block,
-    )  # fmt: skip
