@@ -66,9 +66,9 @@ the map for one position is taken, and whether rows of its weight or scale, and 
 wanted. A plain tuple: it becomes part of graphs."""
 Pair = tuple[Tensor | None, Tensor | None]
 """Something of a layer's weight and of its vector; None for what is not wanted."""
-Planner = Callable[[Tensor, Tensor, int, bool], "KernelPlan | None"]
-"""Prepares kernels from input, gradient, elements between two rows, and whether both tensors begin
-at multiples of 16 bytes; None if no kernel reads them."""
+KernelForm = tuple[bool, Any]
+"""Whether kernels project gradients and keep inputs, or the other way round; and size, stride,
+padding and dilation of a window, if there is one."""
 Planned = tuple["KernelPlan", "Place"]
 """Kernels of a weight, and the place of its rows."""
 Place = tuple[str, int, int]
@@ -117,19 +117,17 @@ class Tap(torch.autograd.Function):
         if grads is None:  # a `LoopedModule` whose loop ends above this layer
             return (None,) * len(ctx.needs_input_grad)
         inputs, *saved = ctx.saved_tensors
-        layer, use, passed = ctx.layer, ctx.use, grads
+        layer, use, pool = ctx.layer, ctx.use, ctx.layer.pool
         nothing = [None] * (3 + len(saved))
         # Before torch 2.10 a forward may be traced by itself, and its backward run without a graph.
         if ctx.is_traced:
             matrix, vector = layer.rows(inputs, grads, use, saved)
-            return (passed, None, layer.padded(matrix), layer.padded(vector), *nothing)
-        pool: SinkPool = layer.pool
+            return (grads, None, layer.padded(matrix), layer.padded(vector), *nothing)
         if pool.is_looping:
-            return (passed, None, None, None, *nothing)
-        if torch.is_grad_enabled():  # create_graph=True
-            passed = SecondBackward.apply(passed, pool)  # type: ignore[no-untyped-call]
+            return (grads, None, None, None, *nothing)
+        pool.watch_gradient(grads)
         pool.read(layer, use, inputs, grads, saved)
-        return (passed, None, pool.signal.detach(), None, *nothing)
+        return (grads, None, pool.signal.detach(), None, *nothing)
 
 
 class Watch:
@@ -150,39 +148,19 @@ class Watch:
         self.inputs: Tensor | None = inputs
         self.version = inputs._version
 
-    def __call__(self, every: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+    def __call__(self, every: tuple[Tensor | None, ...]) -> None:
         """Add the layer's rows; autograd goes on with the gradients as they are."""
         pool, inputs, grads = self.layer.pool, self.inputs, every[self.at]
         # Without inputs the graph is gone, which autograd will say.
         if inputs is None or grads is None or pool.is_looping:
-            return None
+            return
         if inputs._version != self.version:
             raise RuntimeError(CHANGED_IN_PLACE)
         if not keeps_graph():  # The user's loss keeps the node alive, up to the next step.
             self.inputs = None
+        pool.watch_gradient(grads)
         shaped = grads if grads.shape == self.shape else grads.reshape(self.shape)
         pool.read(self.layer, self.use, inputs, shaped, self.saved, self.parameter)
-        if not torch.is_grad_enabled():
-            return None
-        passed = list(every)  # create_graph=True
-        passed[self.at] = SecondBackward.apply(grads, pool)  # type: ignore[no-untyped-call]
-        return tuple(passed)
-
-
-class SecondBackward(torch.autograd.Function):
-    """Passes on a gradient, and notes if it is differentiated itself."""
-
-    @staticmethod
-    def forward(ctx: Any, grads: Tensor, pool: "SinkPool") -> Tensor:
-        """Return the gradient."""
-        ctx.pool = pool
-        return grads.view_as(grads)
-
-    @staticmethod
-    def backward(ctx: Any, grads: Tensor) -> Any:
-        """Note it."""
-        ctx.pool.differentiated = True
-        return grads, None
 
 
 class SinkPool:
@@ -297,7 +275,7 @@ class SinkPool:
             if planned is not None:
                 plan, (key, width, start) = planned
                 use = (*use[:3], False, use[4])
-                table = backward.tables.get((stream, key)) or backward.table(stream, key, width)
+                table = backward.table(stream, key, width)
                 if examples > table.length:
                     table.room(examples)
                 if plan.scratch > table.scratch_size:
@@ -313,6 +291,15 @@ class SinkPool:
                 backward.sizes.add(len(rows))
                 key, width, start = layer.place(slot)
                 backward.table(self._stream(), key, width).add(rows, start)
+
+    def watch_gradient(self, grads: Tensor) -> None:
+        """Note if a gradient that has a graph, by create_graph=True, is differentiated itself."""
+
+        def note(grads: Tensor) -> None:
+            self.differentiated = True
+
+        if grads.requires_grad:
+            grads.register_hook(note)
 
     def _begin_backward(self) -> OpenBackward:
         task = current_backward()
@@ -447,13 +434,9 @@ class SketchedLayer(ABC):
     def columns(self, inputs: Tensor, grads: Tensor, use: Use, *saved: Tensor) -> Pair:
         """Return the columns of weight and vector for n examples; None for what is not wanted."""
 
-    def planner(self, use: Use) -> Planner | None:
-        """Return what plans kernels for the rows of the weight; None if nothing does."""
+    def kernel_form(self, use: Use) -> KernelForm | None:
+        """Return how kernels compute the rows of the weight; None if torch does it."""
         return None
-
-    def wanted_maps(self, use: Use) -> tuple[bool, bool]:
-        """Say whether rows of the maps of weight and vector are wanted."""
-        return use[3:]
 
     def is_single(self, shape: torch.Size) -> bool:
         """Say whether an input of this shape has one position for each example."""
@@ -515,9 +498,11 @@ class SketchedLayer(ABC):
             if len(self._plans) > _MOST_PLANS:  # lengths that change from batch to batch
                 self._plans.clear()
             self._plans[key] = None
-            if (make := self.planner(use)) is not None:
+            if (form := self.kernel_form(use)) is not None:
+                from gradherd.rows.triton_layers import plan_product
+
                 place = self.place(MATRIX)
-                plan = make(inputs, grads, place[1], is_aligned)
+                plan = plan_product(self.matrix, *form, inputs, grads, place[1], is_aligned)
                 self._plans[key] = None if plan is None else (plan, place)
         return self._plans[key]
 
@@ -605,9 +590,10 @@ class SketchedLayer(ABC):
         traced = torch.compiler.is_dynamo_compiling()
         sinks: Pair = (self.pool.signal, None)
         if traced:
-            weight, vector = self.wanted_maps(use)
-            matrix = self.sinks[SINGLE if use[2] else MATRIX] if weight else None
-            sinks = (matrix, self.sinks[VECTOR] if vector else None)
+            # Scale and shift of a norm are one vector; it has no matrix.
+            has_vector = use[4] or self.matrix is None
+            matrix = self.sinks[SINGLE if use[2] else MATRIX] if use[3] else None
+            sinks = (matrix, self.sinks[VECTOR] if has_vector else None)
         tapped: Tensor = Tap.apply(  # type: ignore[no-untyped-call]
             output, inputs.detach(), *sinks, self, use, traced, *saved
         )

@@ -4,7 +4,6 @@ Shapes: n examples of this batch, T positions, I inputs, O outputs, C channels, 
 """
 
 from abc import abstractmethod
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 from gradherd.rows.sink import (
     SHARED,
     TAP,
+    KernelForm,
     Pair,
-    Planner,
     SinkPool,
     SketchedLayer,
     Tapped,
@@ -25,9 +24,6 @@ from gradherd.rows.sink import (
     trained_parameter,
 )
 from gradherd.rows.sink_maps import MatrixMap, OuterMap, WholeMap, products
-
-MOST_COLUMNS = 128
-"""Columns of a projection that a kernel holds."""
 
 
 def examples_first(tensor: Tensor, dim: int, features: int) -> Tensor:
@@ -62,16 +58,12 @@ class LinearLayer(SketchedLayer):
                 total = F.pad(total, (part[0], self.vector.size - part[1]))
         return matrix, total
 
-    def planner(self, use: Use) -> Planner | None:
-        """Plan kernels if examples come first."""
-        from gradherd.rows import triton_layers
-
+    def kernel_form(self, use: Use) -> KernelForm | None:
+        """Leave it to kernels if examples come first."""
         dim, part, single, *_ = use
-        one = self.matrix
-        if dim or single or part is not None or one is None or one.columns > MOST_COLUMNS:
+        if dim or single or part is not None:
             return None
-        projects_grads = (one.keep == 1) != self.transposed
-        return partial(triton_layers.plan_product, one, projects_grads, None)
+        return (self.matrix.keep == 1) != self.transposed, None
 
 
 def linear_columns(
@@ -116,7 +108,7 @@ class ConvLayer(SketchedLayer):
         self.pad: tuple[tuple[int, ...], str] | None = None
         if isinstance(padding, str) or module.padding_mode != "zeros":
             mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-            self.pad = (padding_of_input(module), mode)
+            self.pad = (tuple(module._reversed_padding_repeated_twice), mode)
             padding = (0,) * len(sizes)
         self.padding, self.window = tuple(padding), tuple(sizes)
         self.may_be_single = not (self.transposed or self.pad or any(padding)) and self.groups == 1
@@ -162,17 +154,13 @@ class ConvLayer(SketchedLayer):
             small = small.unfold(at, (size - 1) * dilation + 1, stride)[..., ::dilation]
         return small.movedim(1, 1 + dims).flatten(1 + dims).flatten(1, dims)
 
-    def planner(self, use: Use) -> Planner | None:
-        """Plan kernels for the filters of a plain convolution over two dimensions."""
-        from gradherd.rows import triton_layers
-
-        matrix = self.matrix
-        plain = not (self.transposed or self.pad or use[2]) and self.groups == 1
-        if matrix is None or not plain or len(self.window) != 2 or matrix.columns > MOST_COLUMNS:
+    def kernel_form(self, use: Use) -> KernelForm | None:
+        """Leave the filters of a plain convolution over two dimensions to kernels."""
+        if self.transposed or self.pad or use[2] or self.groups > 1 or len(self.window) != 2:
             return None
-        pointwise = matrix.is_pointwise(self.stride, self.padding)
-        window = None if pointwise else (self.window, self.stride, self.padding, self.dilation)
-        return partial(triton_layers.plan_product, matrix, False, window)
+        if self.matrix.is_pointwise(self.stride, self.padding):
+            return False, None
+        return False, (self.window, self.stride, self.padding, self.dilation)
 
 
 class EmbeddingLayer(SketchedLayer):
@@ -223,17 +211,6 @@ class EmbeddingLayer(SketchedLayer):
         return self.expanded(output, inputs, output.dim() > 2)
 
 
-def padding_of_input(module: Any) -> tuple[int, ...]:
-    """Return how a convolution pads its input itself, as `F.pad` takes it: last dimension first."""
-    if module.padding == "same":
-        around = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-        pairs = [(one // 2, one - one // 2) for one in around]
-    else:
-        valid = (0,) * len(module.kernel_size)
-        pairs = [(one, one) for one in (valid if module.padding == "valid" else module.padding)]
-    return tuple(side for pair in reversed(pairs) for side in pair)
-
-
 class NormLayer(SketchedLayer):
     """Scale and shift behind a normalisation, which is repeated."""
 
@@ -258,10 +235,6 @@ class NormLayer(SketchedLayer):
             each = grads if is_shift else grads * self.normalized(inputs, saved)
             found.append(self.summed(each, use[0]))
         return None, found[0] if len(found) == 1 else torch.cat(found, 1)
-
-    def wanted_maps(self, use: Use) -> tuple[bool, bool]:
-        """Scale and shift are one vector."""
-        return False, use[3] or use[4]
 
     def summed(self, each: Tensor, dim: int) -> Tensor:
         """Add up over the positions of each example."""

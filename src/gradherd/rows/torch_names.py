@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 PRIVATE_NAMES = {
@@ -16,6 +17,8 @@ PRIVATE_NAMES = {
     "torch.Tensor._base": "finds the node of a layer whose output is a view",
     "torch.Tensor._version": "tells whether a tensor that waits was changed in place",
     "torch.Tensor._backward_hooks": "puts a hook on a gradient in front of the user's",
+    "torch.nn.modules.conv._ConvNd._reversed_padding_repeated_twice": "how a convolution pads its "
+    "input itself",
     "torch.nn.Module._compiled_call_impl": "tells whether a module was compiled in place",
     "torch.nn.Module._modules": "finds wrappers of torch.compile inside a model",
     "torch.nn.Module._parameters": "reads a parameter behind a property of the same name",
@@ -53,8 +56,8 @@ def missing_names(names: Iterable[str] = PRIVATE_NAMES) -> list[str]:
         if owner is nn.Module:  # attributes of instances
             owner = nn.Module()
         # Nor is what another constructor sets an attribute of the class.
-        set_by_constructor = owner is DDP and last in DDP.__init__.__code__.co_names
-        if not (hasattr(owner, last) or set_by_constructor):
+        sets = owner in (DDP, _ConvNd) and last in owner.__init__.__code__.co_names
+        if not (hasattr(owner, last) or sets):
             missing.append(name)
     return missing
 

@@ -28,6 +28,7 @@ from gradherd.rows.sink_maps import FilterMap, MatrixMap
 TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 """Triton's names of the dtypes that kernels read."""
 _MOST_CHANNELS = 4096  # of a position that one program holds
+_MOST_COLUMNS = 128  # of a projection
 _PROGRAMS = 512  # keep a GPU busy
 
 
@@ -189,7 +190,7 @@ def plan_product(
     """
     first, second = (grads, inputs) if projects_grads else (inputs, grads)
     thin, wide = Factor.of(first), Factor.of(second)
-    if thin is None or wide is None or first.dtype != second.dtype:
+    if thin is None or wide is None or first.dtype != second.dtype or one.columns > _MOST_COLUMNS:
         return None
     if isinstance(one, FilterMap) and one.filters[0, 0].numel() > 1:
         return None  # few channels: filters are not products of signs for channels and places
