@@ -19,7 +19,7 @@ def on_one_rank():
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
     model = fully_shard(nn.Linear(3, 2), mesh=init_device_mesh("cpu", (1,)))
-    lacks, said = fsdp.missing_names(model), ""
+    lacks, said = fsdp.missing_fsdp_names(model), ""
     names = fsdp.GROUP_NAMES
     fsdp.GROUP_NAMES = {**names, "from_the_future": "not yet"}
     try:

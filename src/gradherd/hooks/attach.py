@@ -27,7 +27,6 @@ from gradherd.hooks.parameter_hooks import check_optimizer, stepping_optimizer
 from gradherd.hooks.row_sources import RowSource, make_row_source
 from gradherd.hooks.sparse_hook import ShardedSparseHook, SparseHook, sparsifiable
 from gradherd.hooks.state import check_row_length
-from gradherd.hooks.torch_names import uncompiled
 from gradherd.hooks.transports import GatheringTransport, RowTransport
 from gradherd.ordering.coordination import scatters_columns
 from gradherd.ordering.sampler import OrderedSampler
@@ -42,6 +41,7 @@ from gradherd.sparsify.basics import Dense
 from gradherd.sparsify.local import LocalSteps
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
+from gradherd.torch_names import uncompiled
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

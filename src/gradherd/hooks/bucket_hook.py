@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from gradherd.comm.collectives import CollectiveError, all_reduce_start
 from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World, keep_group
-from gradherd.hooks.torch_names import comm_hook_states
+from gradherd.torch_names import comm_hook_states
 
 _FIRST_LOOKS = 4
 """Backwards in which buckets are known by their parameters, not by their memory alone."""

@@ -57,12 +57,12 @@ from gradherd.gpu import this_stream
 from gradherd.hooks.bucket_hook import BucketHook
 from gradherd.hooks.fsdp import ShardedGroup, ShardedParameter, sharded_groups
 from gradherd.hooks.row_sources import RowSource
-from gradherd.hooks.torch_names import copy_all
 from gradherd.hooks.transports import RankTransport
 from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import observe_slices
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.module_hooks import do_nothing
+from gradherd.torch_names import copy_all
 
 log = logging.getLogger("gradherd")
 

@@ -30,7 +30,7 @@ from gradherd.ordering.coordination import check_same_version
 from gradherd.ordering.sampler import Feeder, OrderedSampler
 from gradherd.rows.module_hooks import UncopiedHook, do_nothing
 from gradherd.rows.settings import RowSettings, row_length
-from gradherd.rows.torch_names import current_backward
+from gradherd.torch_names import current_backward
 
 log = logging.getLogger("gradherd")
 

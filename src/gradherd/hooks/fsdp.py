@@ -3,8 +3,8 @@
 `fully_shard` has no communication hook. It keeps its parameters in groups, one for each call, that
 gather them before a forward and reduce their gradients after a backward. This file reaches into
 those groups: for the gradient of every parameter before it is reduced, for the reduce-scatter, and
-for the all-reduce hook. Written against torch 2.13; `missing_names` says which of its private names
-another version lacks.
+for the all-reduce hook. Written against torch 2.13; `missing_fsdp_names` says which of its private
+names another version lacks.
 """
 
 import math
@@ -20,9 +20,8 @@ from torch.nn.parameter import is_lazy
 
 from gradherd.comm.sliced_mean import ShardSpan
 from gradherd.comm.world import World
-from gradherd.hooks import torch_names
 from gradherd.ordering.sampler import OrderedSampler
-from gradherd.rows import torch_names as row_names
+from gradherd.torch_names import missing_names
 
 # Read or replaced on torch's objects, and why.
 GROUP_NAMES = {
@@ -325,7 +324,7 @@ def is_inner(module: Any) -> bool:
     return module._get_fsdp_state()._is_root is False
 
 
-def missing_names(model: nn.Module) -> list[str]:
+def missing_fsdp_names(model: nn.Module) -> list[str]:
     """Return the private names that this version of torch lacks."""
     missing: list[str] = []
     for _, module in fsdp_modules(model):
@@ -384,12 +383,12 @@ def check_sharding(model: nn.Module) -> None:
                 "FullyShardedDataParallel, which reduces gradients before they can be read: use "
                 "torch.distributed.fsdp.fully_shard, or DistributedDataParallel"
             )
-    if missing := row_names.missing_names(torch_names.PRIVATE_NAMES):
+    if missing := missing_names():
         raise ValueError(
             f"torch {torch.__version__} has no {', '.join(missing)}, which gradherd needs: use a "
             "version that its metadata names"
         )
-    if missing := missing_names(model):
+    if missing := missing_fsdp_names(model):
         raise ValueError(
             f"torch {torch.__version__} has no {', '.join(missing)}, which gradherd needs for "
             "fully_shard: use a version that docs/sharded.md lists, or DistributedDataParallel"

@@ -32,9 +32,9 @@ from gradherd.hooks.bucket_hook import BucketHook, world_of
 from gradherd.hooks.exchange import ModelExchange
 from gradherd.hooks.fsdp import ShardedWorlds, fsdp_modules
 from gradherd.hooks.parameter_hooks import watch_steps
-from gradherd.hooks.torch_names import copy_all
 from gradherd.sparsify.local import LocalSteps, OuterOptimizer, average_buffers
 from gradherd.sparsify.selecting import Outcome
+from gradherd.torch_names import copy_all
 
 log = logging.getLogger("gradherd")
 # A rank whose optimizer holds NaN breaks every exchange: end such a run instead of going on.

@@ -19,7 +19,7 @@ from gradherd.flat import plain_name
 from gradherd.hooks.fsdp import sharded_groups
 from gradherd.rows.module_hooks import UncopiedHook, remove_hook
 from gradherd.rows.row_check import Registrar
-from gradherd.rows.torch_names import current_backward
+from gradherd.torch_names import current_backward
 
 
 def gradient_registrar(model: nn.Module) -> Registrar:

@@ -21,7 +21,7 @@ from gradherd.rows.capture import Capture
 from gradherd.rows.layer_plan import unwrap_model
 from gradherd.rows.settings import BatchRows, ExactRows, RowSettings, SketchRows, TwoSidedRows
 from gradherd.rows.sketch import CountSketch
-from gradherd.rows.torch_names import call_after_backward, current_backward
+from gradherd.torch_names import call_after_backward, current_backward
 
 # Elsewhere a copy for each parameter costs little, and adds without rounding.
 AT_END_DEVICES = {"cuda"}

@@ -36,11 +36,10 @@ from gradherd.hooks.bucket_hook import BucketHook, world_of
 from gradherd.hooks.exchange import GradientExchange
 from gradherd.hooks.fsdp import Handle, ShardedGroup, ShardedWorlds, is_inner, is_last_backward
 from gradherd.hooks.parameter_hooks import ParameterUsage, tracks_usage
-from gradherd.hooks.torch_names import scale_on_device
-from gradherd.rows.torch_names import call_after_backward, current_backward
 from gradherd.sparsify.gpu_worker import GpuSteps, runs_on_device
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.worker import Placement, clip_together, scale_by
+from gradherd.torch_names import call_after_backward, current_backward, scale_on_device
 
 
 class SparseHook(BucketHook, GradientExchange):

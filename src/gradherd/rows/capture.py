@@ -35,7 +35,7 @@ from gradherd.rows.sink import ROW, SINGLE, Place, SinkPool, SketchedLayer, at_l
 from gradherd.rows.sink_layers import DirectLayer
 from gradherd.rows.sink_maps import Map, MapSettings
 from gradherd.rows.sketch import CountSketch, hashes
-from gradherd.rows.torch_names import current_backward, mark_constant
+from gradherd.torch_names import current_backward, mark_constant
 
 log = logging.getLogger("gradherd")
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from gradherd.rows.open_backward import OpenBackward
 from gradherd.rows.sketch import has_kernels
-from gradherd.rows.torch_names import (
+from gradherd.torch_names import (
     call_after_backward,
     current_backward,
     keeps_graph,

@@ -1,11 +1,12 @@
-"""Every private name of torch that rows use, with the reason, and what they do without it."""
+"""Every private name of torch that is used, with the reason; those of FSDP are in `hooks.fsdp`."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -27,6 +28,12 @@ PRIVATE_NAMES = {
     "torch._dynamo.decorators.assume_constant_result": "what `mark_constant` does, without loading "
     "the compiler",
     "torch.utils._pytree": "finds the tensors in nested arguments",
+    "torch._foreach_copy_": "copies the gradients or weights of all parameters in one call",
+    "torch._C._nn.flatten_dense_tensors": "joins the gradients of all parameters in one call",
+    "torch.Tensor._post_accumulate_grad_hooks": "tells whether optimizers step in the backward",
+    "torch.amp.GradScaler._get_scale_async": "the loss scale without waiting for the GPU",
+    "torch.nn.parallel.DistributedDataParallel._comm_hooks": "tells whether DDP has a hook: it "
+    "takes one for its lifetime",
 }
 """By their full names."""
 OPTIONAL_NAMES = {
@@ -36,17 +43,17 @@ OPTIONAL_NAMES = {
     "torch._C._cuda_getCurrentRawStream": "the number of the current stream, for every layer; the "
     "public way takes as long as a launch. Builds of torch for CPUs have no such name",
 }
-"""Those that rows can do without."""
+"""Those that a version may lack."""
 
 
-def missing_names(names: Iterable[str] = PRIVATE_NAMES) -> list[str]:
+def missing_names() -> list[str]:
     """Return those that this version of torch lacks.
 
     >>> missing_names()
     []
     """
     missing = []
-    for name in names:
+    for name in PRIVATE_NAMES:
         owner: Any = torch
         *parents, last = name.split(".")[1:]
         if parents[:1] == ["_dynamo"]:  # loading it takes long, and nothing of it is called here
@@ -103,3 +110,26 @@ def stream_getter(device: torch.device) -> Callable[[], int]:
 def call_after_backward(function: Callable[[], None]) -> None:
     """Call a function when the backward that runs is over."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return the module inside torch.compile's wrapper, or the model itself."""
+    inside: nn.Module = getattr(model, "_orig_mod", model)
+    return inside
+
+
+def comm_hook_states(ddp: DDP) -> list[Any]:
+    """Return what was registered with each communication hook of a DDP model."""
+    return [state for _, state in ddp._comm_hooks]
+
+
+def scale_on_device(scaler: GradScaler | None) -> Tensor | None:
+    """Return the loss scale as a tensor, without waiting for a GPU; None is 1."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    return scaler._get_scale_async()
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target, in one call."""
+    torch._foreach_copy_(list(targets), list(sources))

@@ -8,22 +8,25 @@ import torch
 from torch import nn
 
 import gradherd as gh
-from gradherd.hooks import fsdp, torch_names
-from gradherd.rows.torch_names import missing_names
+from gradherd import torch_names
+from gradherd.hooks import fsdp
+from gradherd.torch_names import OPTIONAL_NAMES, PRIVATE_NAMES, missing_names
 
-FOLDER = Path(torch_names.__file__).parent
-FILES = sorted(path for path in FOLDER.glob("*.py") if path.name != "torch_names.py")
-ALLOWED = {part for name in torch_names.PRIVATE_NAMES for part in name.split(".")}
+ROOT = Path(torch_names.__file__).parent
+FILES = sorted(path for room in ("hooks", "rows") for path in (ROOT / room).glob("*.py"))
+ALLOWED = {part for name in PRIVATE_NAMES | OPTIONAL_NAMES for part in name.split(".")}
 FSDP = {
     *fsdp.GROUP_NAMES, *fsdp.PARAMETER_NAMES, *fsdp.STATE_NAMES,
     "_get_fsdp_state", "_unsharded_param", "_reduce_scatter_comm", "_fsdp_param_group",
-    "_fsdp_param_groups", "_gradherd_watch",
+    "_fsdp_param_groups",
 }  # fmt: skip
-"""Also those that some versions lack, and our own mark on a group."""
+"""Also those that some versions lack."""
 
 
 def is_private(name: object) -> bool:
-    return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
+    """Say whether a name is not ours: we mark objects of torch with names that say so."""
+    is_name = isinstance(name, str) and name.startswith("_")
+    return is_name and not name.startswith(("__", "_gradherd_"))
 
 
 def private_names(tree: ast.AST) -> set[str]:
@@ -41,26 +44,28 @@ def private_names(tree: ast.AST) -> set[str]:
     return set(filter(is_private, found - own))
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_private_name_of_torch_is_listed(path: Path) -> None:
     found = private_names(ast.parse(path.read_text()))
     assert found <= (FSDP if path.name == "fsdp.py" else ALLOWED)
 
 
 def test_what_this_version_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert missing_names(torch_names.PRIVATE_NAMES) == []
+    assert missing_names() == []
     monkeypatch.delattr(torch, "_foreach_copy_")
-    assert missing_names(torch_names.PRIVATE_NAMES) == ["torch._foreach_copy_"]
+    assert missing_names() == ["torch._foreach_copy_"]
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"has no torch\._foreach_copy_, which gradherd needs"):
         gh.attach(net, optimizer=optimizer, local=gh.LocalSteps())
 
 
-def test_names_that_only_instances_have() -> None:
+def test_names_that_only_instances_have(monkeypatch: pytest.MonkeyPatch) -> None:
     names = dict.fromkeys(["torch.nn.parallel.DistributedDataParallel._comm_hoks"], "a typo")
-    before, torch_names.PRIVATE_NAMES = torch_names.PRIVATE_NAMES, names
-    try:
-        assert missing_names(torch_names.PRIVATE_NAMES) == list(names)
-    finally:
-        torch_names.PRIVATE_NAMES = before
+    monkeypatch.setattr(torch_names, "PRIVATE_NAMES", names)
+    assert missing_names() == list(names)
+
+
+def test_the_wrapper_of_a_compiled_model_has_the_name_we_know() -> None:
+    inner = nn.Linear(2, 2)
+    assert torch.compile(inner, backend="eager")._orig_mod is inner
