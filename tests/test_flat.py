@@ -1,4 +1,3 @@
-import pytest
 import torch
 from torch import nn
 
@@ -50,12 +49,6 @@ def test_a_scalar_parameter_has_a_scalar_view() -> None:
     spec = FlatSpec.of(net)
     assert spec.size == 1
     assert spec.views(torch.tensor([3.0]))["scale"].shape == ()
-
-
-def test_wrong_sizes_are_named() -> None:
-    spec = FlatSpec.of(model())
-    with pytest.raises(ValueError, match=r"12 elements in its last dimension, got shape \(11,\)"):
-        spec.views(torch.zeros(11))
 
 
 def test_a_model_without_trainable_parameters_is_empty() -> None:

@@ -96,11 +96,6 @@ class FlatSpec:
 
     def views(self, vector: Tensor) -> dict[str, Tensor]:
         """Return each parameter's part of `vector` (..., D), as a view (..., *shape)."""
-        if vector.shape[-1] != self.size:
-            raise ValueError(
-                f"vector must have {self.size} elements in its last dimension, got shape "
-                f"{tuple(vector.shape)}"
-            )
         parts = self.split(vector)
         return {
             name: part.view((*vector.shape[:-1], *shape))

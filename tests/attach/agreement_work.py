@@ -87,16 +87,6 @@ def stale_entries():
     return True
 
 
-def without_store():
-    meeting = RankAgreement(gh.World.detect())
-    meeting._store = None
-    meeting.compare({"seed": 1})
-    try:
-        meeting.compare({"seed": dist.get_rank()})
-    except ValueError as error:
-        return str(error)
-
-
 def subgroup_gradients(own_world):
     """DDP on two groups of two: return how the gradient differs from plain DDP's, or the error."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]

@@ -62,10 +62,6 @@ def test_what_a_dead_process_left_in_the_store_is_no_answer():
     assert run_ranks(work.stale_entries, 2, collective_timeout=10) == [True, True]
 
 
-def test_groups_without_a_store():
-    assert all("seed (0 on rank 0; 1 on rank 1)" in e for e in run_ranks(work.without_store, 2))
-
-
 def test_settings_read_the_same_in_all_processes():
     ranks = run_ranks(work.readable, 2)
     assert ranks[0] == ranks[1]

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradherd.hooks import row_sources
 from gradherd.hooks.row_sources import BatchGradientSource
-from gradherd.rows.settings import SketchRows
+from gradherd.rows.sketch import CountSketch
 
 
 class Heads(nn.Module):
@@ -99,7 +99,7 @@ def test_gradients_that_are_stepped_away_are_read_as_they_arrive(sources):
 def test_sparse_gradients_are_read_at_the_end(monkeypatch):
     monkeypatch.setattr(row_sources, "AT_END_DEVICES", {"cpu"})
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
-    source = BatchGradientSource(model, SketchRows(size=16))
+    source = BatchGradientSource(model, CountSketch(16, 0))
     for _ in range(12):
         model.zero_grad()
         model(torch.tensor([1, 2])).sum().backward()

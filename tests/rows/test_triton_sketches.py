@@ -65,10 +65,10 @@ def test_batches_are_sketched_at_the_end_of_their_backwards(kernel, monkeypatch)
     torch.manual_seed(0)
     model, x = Parts().to(DEVICE), torch.randint(9, (6, 5), device=DEVICE)
     monkeypatch.setattr(row_sources, "AT_END_DEVICES", set())
-    arriving = BatchGradientSource(model, SketchRows(size=32))
+    arriving = BatchGradientSource(model, CountSketch(32, 0))
     monkeypatch.setattr(row_sources, "AT_END_DEVICES", {DEVICE})
     monkeypatch.setattr(row_sources, "_MOST_COPIED", 40)  # several chunks
-    at_end = BatchGradientSource(model, SketchRows(size=32))
+    at_end = BatchGradientSource(model, CountSketch(32, 0))
     monkeypatch.setattr(sketch, "has_kernels", lambda device: kernel)
     for both, accumulate in ((True, False), (False, False), (True, True), (False, True)):
         if not accumulate:

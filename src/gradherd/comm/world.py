@@ -75,13 +75,20 @@ class World:
                 ) from None
         return cls.single()
 
+    @property
+    def _group(self) -> Any:
+        # torch 2.7 does not take None for the default group.
+        return dist.group.WORLD if self.group is None else self.group
+
     def ranks(self) -> list[int]:
         """Return the ranks of this world as torch's default group counts them."""
         if not dist.is_available() or not dist.is_initialized():
             return list(range(self.size))
-        # torch 2.7 does not take None for the default group.
-        group: Any = dist.group.WORLD if self.group is None else self.group
-        return dist.get_process_group_ranks(group)
+        return dist.get_process_group_ranks(self._group)
+
+    def store(self) -> dist.Store:
+        """Return the key-value store through which the ranks of this world have met."""
+        return c10d._get_process_group_store(self._group)
 
     @property
     def destroyed(self) -> bool:
@@ -90,7 +97,7 @@ class World:
 
     def timeout(self) -> timedelta:
         """Return how long a rank waits for its peers, as given to `init_process_group`."""
-        group: Any = dist.group.WORLD if self.group is None else self.group
+        group = self._group
         backends = [group._get_backend(device) for device in group._device_types]
         limits = [
             backend.options._timeout

@@ -17,11 +17,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradherd.comm.collectives import all_gather_objects
 from gradherd.comm.world import World
 
 # Calls of `attach` in each group: every call has keys of its own.
-_calls: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+_calls: "weakref.WeakKeyDictionary[dist.Store, int]" = weakref.WeakKeyDictionary()
 _POLL_SECONDS = 0.01
 
 
@@ -32,10 +31,8 @@ class RankAgreement:
         self._world = world
         if world.size == 1:
             return
-        group = dist.group.WORLD if world.group is None else world.group
-        assert group is not None
-        number = _calls[group] = _calls.get(group, -1) + 1
-        self._store = _store_of(group)
+        self._store = world.store()
+        number = _calls[self._store] = _calls.get(self._store, -1) + 1
         self._prefix = f"gradherd/attach/{number}"
         # A store may outlive its processes (torchrun restarts them), and entries of dead ones look
         # like those of peers. Nobody can have answered a number that was drawn just now.
@@ -66,13 +63,11 @@ class RankAgreement:
 
     def refuse(self, error: Exception) -> None:
         """Tell the other ranks that this one has failed, so that they do not wait for it."""
-        if self._world.size > 1 and self._store is not None:
+        if self._world.size > 1:
             self._write({"error": " ".join(str(error).split())})
 
     def _exchange(self, own: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the entries of all ranks."""
-        if self._store is None:
-            return all_gather_objects(own, self._world)
         timeout = self._world.timeout().total_seconds()
         deadline = time.monotonic() + timeout
         nonces: list[str | None] = []
@@ -105,26 +100,15 @@ class RankAgreement:
         )
 
     def _write(self, entry: dict[str, Any]) -> None:
-        assert self._store is not None
         text = json.dumps(entry | {"nonce": self._nonce})
         self._store.set(f"{self._prefix}/{self._world.rank}", text)
 
     def _read(self, rank: int) -> dict[str, Any] | None:
-        assert self._store is not None
         # `get` would block until the key is there, and could not say which rank is missing.
         if not self._store.check([f"{self._prefix}/{rank}"]):
             return None
         entry: dict[str, Any] = json.loads(self._store.get(f"{self._prefix}/{rank}"))
         return entry
-
-
-def _store_of(group: dist.ProcessGroup) -> dist.Store | None:
-    """Return the store that the ranks of a group were created with; some groups have none."""
-    try:
-        store: dist.Store = group.get_group_store()
-    except (AttributeError, RuntimeError):
-        return None
-    return store
 
 
 def _differences(ranks: list[dict[str, str]]) -> list[str]:

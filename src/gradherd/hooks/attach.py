@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import logging
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from gradherd.hooks.feedback import OrderFeedback, inner, is_attached
 from gradherd.hooks.fsdp import ShardedWorlds, check_parameters, fsdp_modules
 from gradherd.hooks.herd import Herd
 from gradherd.hooks.local_steps import LocalExchange, float_buffers
-from gradherd.hooks.parameter_hooks import check_optimizer, stepping_optimizer
+from gradherd.hooks.parameter_hooks import stepping_optimizer
 from gradherd.hooks.row_sources import RowSource, make_row_source
 from gradherd.hooks.sparse_hook import ShardedSparseHook, SparseHook, sparsifiable
 from gradherd.hooks.state import check_row_length
@@ -37,7 +36,6 @@ from gradherd.rows.settings import (
     resolve_rows,
     row_length,
 )
-from gradherd.sparsify.basics import Dense
 from gradherd.sparsify.local import LocalSteps
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
@@ -102,35 +100,36 @@ def attach(
     if scaler is not None and not hasattr(scaler, "get_scale"):
         raise ValueError(f"scaler must be the GradScaler of the loop, got {scaler!r}")
     bare = uncompiled(model)
-    worlds, world = _find_ranks(bare, order, mesh)
-    if isinstance(bare, DDP):
-        keep_group(bare.process_group)  # Python's tensors go through it from here on.
-    agreement = RankAgreement(world)
+    agreement: RankAgreement | None = None
     try:
+        if order is not None:
+            _check_sampler(order)
+        check_parameters(bare)
+        worlds = ShardedWorlds(bare, mesh) if fsdp_modules(bare) else None
+        world = _model_world(bare, order, worlds)
+        if isinstance(bare, DDP):
+            keep_group(bare.process_group)  # Python's tensors go through it from here on.
+        agreement = RankAgreement(world)
         if is_attached(inner(bare)):
             raise ValueError(
                 "model is attached already: call detach() of the herd that attach() returned for "
                 "it, a part of it or what it is a part of, and give order, sparsify and local in "
                 "one call"
             )
-        if mesh is not None and (worlds is None or (sparsify is None and local is None)):
-            raise ValueError(
-                "mesh goes with sparsify or local, and a model that fully_shard was called on with "
-                "mesh['shard']"
-            )
-        stepping = _check_local(bare, local, optimizer, sparsify is not None, scaler)
-        if local is not None and worlds is not None:
-            worlds.check_exchange(bare, mesh, "local")
-        settings = _sparsify_settings(bare, sparsify, worlds, mesh)
+        settings, stepping = _check_exchange(bare, sparsify, local, optimizer, scaler, worlds, mesh)
         # Whole gradients are free where they are averaged anyway.
         wrapped = worlds is not None or isinstance(bare, DDP)
         sparsifies = settings is not None or (local is not None and wrapped)
-        plan = None
         if order is not None:
             _check_order(order, world if wrapped else None)
-            check_device(bare, order.world)
-            plan = _plan_rows(bare, order, rows, sparsifies, worlds)
+        if order is not None or settings is not None:
+            check_device(bare, world)
+        plan = None if order is None else _plan_rows(bare, order, rows, sparsifies, worlds)
     except Exception as error:
+        if agreement is None:
+            # An order of a wrong type has no world; its peers wait in the group of the model.
+            known = order if isinstance(order, OrderedSampler) else None
+            agreement = RankAgreement(_model_world(bare, known, None))
         agreement.refuse(error)
         raise
     # The last point at which nothing was changed yet: no hook is registered, so an error leaves the
@@ -146,11 +145,15 @@ def attach(
     # From here on every rank does the same, so a hook that starts with a collective finds its
     # peers. If a part fails, those before it leave the model.
     with contextlib.ExitStack() as undo:
-        exchange = _make_exchange(bare, settings, local, stepping, worlds, world, scaler)
+        exchange: ModelExchange | None = None
+        if local is not None and stepping is not None:
+            exchange = LocalExchange(bare, stepping, local, world, worlds)
+        elif settings is not None and worlds is not None:
+            exchange = ShardedSparseHook(bare, settings, worlds, world, scaler)
+        elif settings is not None and isinstance(bare, DDP):
+            exchange = SparseHook(bare, settings, scaler)
         if exchange is not None:
             undo.callback(exchange.close)
-            if settings is not None:
-                _warn_of_settings(bare, settings, exchange, world)
         feedback = None
         if order is not None and plan is not None:
             # After the exchange, which needs the slot of DDP's hook: coordination takes it only
@@ -163,70 +166,13 @@ def attach(
     return herd
 
 
-def _find_ranks(
-    model: nn.Module, order: OrderedSampler | None, mesh: "DeviceMesh | None"
-) -> tuple[ShardedWorlds | None, World]:
-    """Return the ranks of a sharded model, if it is one, and those that train the model together.
-
-    Raises:
-        ValueError: Order, parameters or mesh are refused. Other ranks are told.
-    """
-    is_sampler = order is None or isinstance(order, OrderedSampler)
-    try:
-        if not is_sampler:
-            # The address of an object says nothing to anyone.
-            got = repr(order) if isinstance(order, str) else f"a {type(order).__name__}"
-            raise ValueError(
-                f"order must be the OrderedSampler of the training loader, got {got}: make one, as "
-                "in OrderedSampler(dataset, 'cd-grab', batch_size=32), and give it to the "
-                "DataLoader, too"
-            )
-        check_parameters(model)
-        worlds = ShardedWorlds(model, mesh) if fsdp_modules(model) else None
-        return worlds, _model_world(model, order, worlds)
-    except Exception as error:
-        # An order of a wrong type has no world; its peers wait in the group of the model.
-        RankAgreement(_model_world(model, order if is_sampler else None, None)).refuse(error)
-        raise
-
-
-def _make_exchange(
-    model: nn.Module,
-    settings: Sparsify | None,
-    local: LocalSteps | None,
-    optimizer: Optimizer | None,
-    worlds: ShardedWorlds | None,
-    world: World,
-    scaler: GradScaler | None,
-) -> ModelExchange | None:
-    """Return what exchanges gradients or local steps, hooked into the model; None if neither."""
-    if local is not None and optimizer is not None:
-        log.info(
-            "local steps: %s; AdamW wants the learning rate of dense training times %.3g",
-            local,
-            local.lr_factor(world.size if worlds is None else worlds.replicate.size),
-        )
-        return LocalExchange(model, optimizer, local, world, worlds)
-    if settings is None:
-        return None
-    log.info("sparsifying by %s", settings)
-    if worlds is not None:
-        return ShardedSparseHook(model, settings, worlds, world, scaler)
-    assert isinstance(model, DDP)
-    return SparseHook(model, settings, scaler)
-
-
-def _warn_of_settings(
-    model: nn.Module, settings: Sparsify, exchange: ModelExchange, world: World
-) -> None:
-    """Say what a sparsifier's settings cost or do not do, now or when the optimizer steps."""
-    if settings.momentum or not isinstance(settings.method, Dense):
-        check_optimizer(model, exchange, settings.momentum, warns=world.rank == 0)
-    if not exchange.layout.sparse:
-        warnings.warn(
-            f"every parameter has fewer than {settings.dense_below} elements and is sent "
-            "whole: nothing is sparsified; lower dense_below",
-            stacklevel=3,
+def _check_sampler(order: Any) -> None:
+    if not isinstance(order, OrderedSampler):
+        # The address of an object says nothing to anyone.
+        got = repr(order) if isinstance(order, str) else f"a {type(order).__name__}"
+        raise ValueError(
+            f"order must be the OrderedSampler of the training loader, got {got}: make one, as in "
+            "OrderedSampler(dataset, 'cd-grab', batch_size=32), and give it to the DataLoader, too"
         )
 
 
@@ -280,62 +226,57 @@ def _shared_settings(
     return shared
 
 
-def _sparsify_settings(
+def _check_exchange(
     model: nn.Module,
     sparsify: str | Selector | Sparsify | None,
-    worlds: ShardedWorlds | None,
-    mesh: "DeviceMesh | None",
-) -> Sparsify | None:
-    """Return the settings, or raise if they cannot be used with this model."""
-    if sparsify is None:
-        return None
-    if worlds is not None:
-        worlds.check_exchange(model, mesh, "sparsify")
-        exchangeable(model.named_parameters())
-        world = worlds.replicate
-    elif not isinstance(model, DDP):
-        raise ValueError(
-            f"sparsify works in the communication hook of DistributedDataParallel, got a "
-            f"{type(model).__name__}: wrap the model in DDP first"
-        )
-    elif not hook_is_free(model):
-        raise ValueError("sparsify needs the communication hook of DDP, and there is one already")
-    else:
-        sparsifiable(model)
-        world = world_of(model)
-    check_device(model, world)
-    if isinstance(sparsify, Sparsify):
-        return sparsify
-    return Sparsify(method=sparsify)  # type: ignore[arg-type]  # a name is taken, too
-
-
-def _check_local(
-    model: nn.Module,
     local: LocalSteps | None,
     optimizer: Optimizer | None,
-    sparsifies: bool,
     scaler: GradScaler | None,
-) -> Optimizer | None:
-    """Return the optimizer whose steps are counted, or raise if this model takes no local steps."""
-    if local is None:
-        if optimizer is not None:
-            raise ValueError("optimizer goes with local=LocalSteps(...), whose steps it takes")
-        return None
-    if not isinstance(local, LocalSteps):
+    worlds: ShardedWorlds | None,
+    mesh: "DeviceMesh | None",
+) -> tuple[Sparsify | None, Optimizer | None]:
+    """Return how gradients are sparsified and whose steps are counted, or raise if not possible."""
+    if mesh is not None and (worlds is None or (sparsify is None and local is None)):
+        raise ValueError(
+            "mesh goes with sparsify or local, and a model that fully_shard was called on with "
+            "mesh['shard']"
+        )
+    if local is None and optimizer is not None:
+        raise ValueError("optimizer goes with local=LocalSteps(...), whose steps it takes")
+    if local is None and sparsify is None:
+        return None, None
+    if local is not None and not isinstance(local, LocalSteps):
         raise ValueError(f"local must be gh.LocalSteps(), got {local!r}")
-    if isinstance(model, DDP) and not hook_is_free(model):
-        raise ValueError("local steps need the communication hook of DDP, and there is one already")
-    if fsdp_modules(model) and local.overlap:
-        raise ValueError("overlap=True is not supported for sharded models: leave it out")
-    if sparsifies:
+    if local is not None and sparsify is not None:
         raise ValueError("give the sparsifier to local steps: LocalSteps(method=..., values=...)")
-    if scaler is not None:
+    if local is not None and scaler is not None:
         # GradScaler.step() leaves the optimizer's step out on the ranks that have overflowed.
         raise ValueError(
             "local steps count steps of the optimizer, which a GradScaler skips on single ranks: "
             "use autocast with bfloat16, which needs no scaler"
         )
-    return stepping_optimizer(optimizer, exchangeable(model.named_parameters()).values())
+    if worlds is not None:
+        worlds.check_exchange(model, mesh, "sparsify" if local is None else "local")
+        if local is not None and local.overlap:
+            raise ValueError("overlap=True is not supported for sharded models: leave it out")
+    elif isinstance(model, DDP) and not hook_is_free(model):
+        needs = "sparsify needs" if local is None else "local steps need"
+        raise ValueError(f"{needs} the communication hook of DDP, and there is one already")
+    elif local is None and not isinstance(model, DDP):
+        raise ValueError(
+            f"sparsify works in the communication hook of DistributedDataParallel, got a "
+            f"{type(model).__name__}: wrap the model in DDP first"
+        )
+    if local is not None:
+        exchanged = exchangeable(model.named_parameters())
+        return None, stepping_optimizer(optimizer, exchanged.values())
+    if isinstance(model, DDP):
+        sparsifiable(model)
+    else:
+        exchangeable(model.named_parameters())
+    if isinstance(sparsify, Sparsify):
+        return sparsify, None
+    return Sparsify(method=sparsify), None  # type: ignore[arg-type]  # a name is taken, too
 
 
 def _make_transport(

@@ -8,12 +8,15 @@ and written here.
 Shapes: D elements of all parameters in the flat vector; of a sharded model, of this rank's shards.
 """
 
+import logging
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
 from gradherd.comm.checks import BrokenBatches
 from gradherd.comm.collectives import all_gather, all_reduce
@@ -22,9 +25,13 @@ from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec, wide_dtype
 from gradherd.hooks.fsdp import ShardedWorlds
+from gradherd.hooks.parameter_hooks import check_optimizer
 from gradherd.hooks.state import gather_states
+from gradherd.sparsify.basics import Dense
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.worker import Worker
+
+log = logging.getLogger("gradherd")
 
 # What is kept with one setting only, and that setting.
 _OPTIONAL = {
@@ -82,6 +89,10 @@ class ModelExchange:
         self.stopwatch = Stopwatch()
         """Time that training has waited for exchanges."""
 
+    @property
+    def _residual(self) -> Tensor:
+        return self._worker.feedback.residual
+
     def close(self) -> None:
         """Leave the model."""
         self.active = False
@@ -94,8 +105,7 @@ class ModelExchange:
         if self.shards.size == 1:
             return here
         # One integer per step: a rank alone cannot know what has happened to another shard.
-        device = self._worker.feedback.residual.device
-        flag = torch.tensor([int(here)], dtype=torch.int32, device=device)
+        flag = torch.tensor([int(here)], dtype=torch.int32, device=self._residual.device)
         flags, sent = all_gather(flag, self.shards)
         self.total_bytes += sent
         return bool(flags.all())
@@ -109,7 +119,7 @@ class ModelExchange:
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of the last exchange, and totals so far."""
         return self.last_step() | {
-            "residual_norm": float(torch.linalg.vector_norm(self._worker.feedback.residual)),
+            "residual_norm": float(torch.linalg.vector_norm(self._residual)),
             **self._counts(),
             "skipped_steps": self._worker.skipped,
             "always_sent": self.layout.whole,
@@ -217,7 +227,7 @@ class ModelExchange:
         for key, flat in self._vectors().items():
             self.fill(flat, state[key])
         if "owner_error" in state:
-            lost = self.fill(torch.zeros_like(self._worker.feedback.residual), state["owner_error"])
+            lost = self.fill(torch.zeros_like(self._residual), state["owner_error"])
             self._worker.load_owner_errors(lost, merged=state["rank"] is None)
         self._worker.load_state_dict(state)
 
@@ -225,12 +235,39 @@ class ModelExchange:
 class GradientExchange(ModelExchange):
     """An exchange of gradients at every step, with error feedback."""
 
-    def __init__(self, *args: Any) -> None:
-        """Take what `ModelExchange` takes."""
-        super().__init__(*args)
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        settings: Sparsify,
+        world: World,
+        sharded: ShardedWorlds | None,
+        scaler: GradScaler | None,
+    ) -> None:
+        """Say what the settings cost or do not do, now or when an optimizer of the model steps."""
+        device = next(iter(parameters.values())).device
+        super().__init__(parameters, settings, world, sharded, device)
+        log.info("sparsifying by %s", settings)
+        if settings.momentum or not isinstance(settings.method, Dense):
+            check_optimizer(model, self, settings.momentum, warns=world.rank == 0)
+        if not self.layout.sparse:
+            warnings.warn(
+                f"every parameter has fewer than {settings.dense_below} elements and is sent "
+                "whole: nothing is sparsified; lower dense_below",
+                stacklevel=4,
+            )
+        self._scaler = scaler
         meaning = "all ranks get NaN from the exchange, and residuals stay"
         self._broken = BrokenBatches(meaning, self.world.rank)
         self._skipped_in_a_row = 0
+
+    def _begin(self) -> float:
+        """Begin the sum of residual and gradient; return the scale of the loss."""
+        # Once per exchange: the loss scale may change between steps, and residuals of earlier steps
+        # must stay comparable.
+        loss_scale = self._scaler.get_scale() if self._scaler else 1.0
+        self._worker.begin(loss_scale)
+        return loss_scale
 
     def _average_whole(self, piece: Tensor) -> None:
         """Average (n,) elements in place: of a parameter that was frozen when this was attached."""
@@ -246,7 +283,7 @@ class GradientExchange(ModelExchange):
     def _spoil(self, used: set[str]) -> None:
         """Set the gradients of parameters to NaN."""
 
-    def _run(self, present: set[str], flags: Tensor | None) -> None:
+    def _run(self, present: set[str], touched: set[str] | None) -> None:
         """Exchange the gradient that was added to the worker, and write the mean.
 
         If some rank had a gradient that is not finite, all ranks take NaN, so that a GradScaler
@@ -254,13 +291,15 @@ class GradientExchange(ModelExchange):
 
         Args:
             present: Names of the parameters that have a gradient on all ranks or on some.
-            flags: (P,) which parameters this rank has used, as uint8, where ranks may differ.
+            touched: Which of them this rank has used, where ranks may differ.
         """
         used, compared = present, 0
-        if flags is not None:
+        if touched is not None:
+            flags = [name in touched for name in self.parameters]
+            own = torch.tensor(flags, dtype=torch.uint8, device=self._residual.device)
             # A parameter is left out on all ranks or on none. What this rank has not used then has
             # the mean of the others.
-            anywhere, compared = all_gather(flags, self.peers)
+            anywhere, compared = all_gather(own, self.peers)
             pairs = zip(self.parameters, anywhere.any(0).tolist(), strict=True)
             used = {name for name, is_used in pairs if is_used and name in present}
         # The gradients of what nobody has used stay as they are: a residual that was sent for it

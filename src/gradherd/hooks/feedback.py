@@ -148,16 +148,15 @@ class OrderFeedback(Feeder):
             with self._stopwatch, self._own_context():
                 self._claim_and_feed()
 
-    def _own_context(self) -> contextlib.AbstractContextManager[Any]:
+    def _own_context(self) -> contextlib.ExitStack:
         """Return a context outside those of the training loop, in which rows are read."""
         # Inside the autocast of a forward, rows would lose precision; inside inference_mode, in
         # which somebody iterates over the loader, what is learned could not be changed later.
-        kind = self._device.type
-        if not torch.is_inference_mode_enabled() and not torch.is_autocast_enabled(kind):
-            return _NO_CONTEXT  # the others take longer than all that is done in them
-        stack = contextlib.ExitStack()
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.autocast(kind, enabled=False))
+        kind, stack = self._device.type, contextlib.ExitStack()
+        # Only there: the contexts take longer than all that is done in them.
+        if torch.is_inference_mode_enabled() or torch.is_autocast_enabled(kind):
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.autocast(kind, enabled=False))
         return stack
 
     def _claim_and_feed(self) -> None:
@@ -296,6 +295,3 @@ class OrderFeedback(Feeder):
             for handle in self._handles:
                 handle.remove()
             self.sampler.fed_by(None)
-
-
-_NO_CONTEXT = contextlib.nullcontext()

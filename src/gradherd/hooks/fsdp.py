@@ -27,7 +27,6 @@ from gradherd.torch_names import missing_names
 GROUP_NAMES = {
     "fsdp_params": "the parameters that are gathered and reduced together",
     "mesh_info": "which ranks hold shards, and which replicas",
-    "device": "where whole parameters are computed with",
     "reduce_grads": "whether a backward reduces: set_requires_gradient_sync",
     "all_reduce_grads": "whether it averages over replicas: set_requires_all_reduce",
     "gradient_divide_factor": "what the user has set gradients to be divided by",
@@ -135,8 +134,6 @@ class ShardedGroup:
         """The ranks that torch averages over after the reduce-scatter (native HSDP)."""
         self.mesh_dims = int(info.mesh.ndim)
         """Dimensions of the mesh that `fully_shard` was given."""
-        self.device = torch.device(group.device)
-        """Where the whole parameters are computed with."""
 
     @property
     def ranks(self) -> tuple[list[int], list[int]]:

@@ -1,9 +1,9 @@
 """What `attach` returns: both halves of a model's training in one handle."""
 
-import contextlib
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -31,7 +31,8 @@ class Herd:
     ) -> None:
         self._feedback = feedback
         self._exchange = exchange
-        self._detached = False
+        self.attached = True
+        """Whether `detach` was not called yet."""
         # Weak, so that a model dropped without detach() can be freed, and its sampler attached
         # again.
         self._model = weakref.ref(inner(model))
@@ -39,7 +40,7 @@ class Herd:
 
     def _refuse_detached(self, what: str) -> None:
         """Raise RuntimeError after detach: a stale herd must not look as if it still worked."""
-        if self._detached:
+        if not self.attached:
             raise RuntimeError(f"{what} needs a herd that is attached: this one was detached")
 
     @property
@@ -93,14 +94,10 @@ class Herd:
             return loader
         return FollowedLoader(loader, self._feedback.sampler)
 
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> AbstractContextManager[None]:
         """Ignore backwards inside: they do not belong to examples of the sampler."""
         self._refuse_detached("pause()")
-        with contextlib.ExitStack() as stack:
-            if self._feedback is not None:
-                stack.enter_context(self._feedback.pause())
-            yield
+        return nullcontext() if self._feedback is None else self._feedback.pause()
 
     def finish(self) -> None:
         """Feed back what is waiting and let the sampler learn it, on all ranks together."""
@@ -122,18 +119,15 @@ class Herd:
             raise RuntimeError("sync() needs local steps: attach(model, optimizer=..., local=...)")
         self._exchange.sync()
 
-    @contextlib.contextmanager
-    def shared_weights(self) -> Iterator[None]:
+    def shared_weights(self) -> AbstractContextManager[None]:
         """Swap in the weights that all ranks share, to evaluate or save them.
 
         Nothing is exchanged: these are the weights after the last exchange. On exit this rank's own
         parameters and buffers are restored.
         """
         self._refuse_detached("shared_weights()")
-        with contextlib.ExitStack() as stack:
-            if isinstance(self._exchange, LocalExchange):
-                stack.enter_context(self._exchange.shared_weights())
-            yield
+        exchange = self._exchange
+        return exchange.shared_weights() if isinstance(exchange, LocalExchange) else nullcontext()
 
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of both halves.
@@ -279,9 +273,9 @@ class Herd:
         DDP cannot unregister a hook: it stays, and only averages from now on. Residuals are not
         sent any more: save `state_dict()` first if they matter.
         """
-        if self._detached:
+        if not self.attached:
             return
-        self._detached = True
+        self.attached = False
         if (model := self._model()) is not None:
             attached_models.discard(model)
         try:

@@ -85,7 +85,7 @@ class LocalExchange(ModelExchange):
         optimizer: Optimizer,
         settings: LocalSteps,
         world: World,
-        sharded: ShardedWorlds | None = None,
+        sharded: ShardedWorlds | None,
     ) -> None:
         """Give all ranks rank 0's weights, or its shards of them, and hook into the optimizer.
 
@@ -111,6 +111,11 @@ class LocalExchange(ModelExchange):
         self._settings = settings
         self._weights = FlatWeights(model, settings.dense_below, device)
         super().__init__(self._weights.parameters, settings.sent, world, sharded, device)
+        log.info(
+            "local steps: %s; AdamW wants the learning rate of dense training times %.3g",
+            settings,
+            settings.lr_factor(peers.size),
+        )
         self._thread = BackgroundThread("gradherd-local-steps") if settings.overlap else None
         self._weights.broadcast(self._channel)
         self._outer = OuterOptimizer(settings, self._weights.read())
@@ -221,10 +226,6 @@ class LocalExchange(ModelExchange):
         """Return (D,) the weights with which this phase began."""
         shared = self._outer.shared
         return self._weights.rounded(shared if self._synced else shared - self._residual)
-
-    @property
-    def _residual(self) -> Tensor:
-        return self._worker.feedback.residual
 
     @torch.no_grad()
     def _begin(self, *, forced: bool) -> None:
@@ -447,15 +448,15 @@ class LocalExchange(ModelExchange):
         super().load_state_dict(state)
         self._taken, self._steps = state["taken"], state["local_steps"]
         self._called_off, self._strange_steps = state["called_off"], 0
-        self._synced = state.get("synced", True)
+        self._synced = state["synced"]
         self._arrival = self._snapshot = None
         if "snapshot" in state:
             self._snapshot = self.fill(torch.empty_like(self._outer.shared), state["snapshot"])
-            arrived = _Arrival(**state["arrival"])
-            for name in ("mean", "buffers"):
-                if (tensor := getattr(arrived, name)) is not None:
-                    setattr(arrived, name, tensor.to(self._weights.device))
-            self._arrival = arrived
+            arrived: dict[str, Any] = {
+                key: one.to(self._weights.device) if isinstance(one, Tensor) else one
+                for key, one in state["arrival"].items()
+            }
+            self._arrival = _Arrival(**arrived)
         weights = self._start()
         if "weights" in state:
             weights = self.fill(weights.clone(), state["weights"])
@@ -468,30 +469,31 @@ class LocalExchange(ModelExchange):
         for name, buffer in self._weights.buffers().items():
             if name in state.get("buffers", {}):
                 buffer.detach().copy_(state["buffers"][name])
-        self._load_optimizer(state.get("optimizer", {}), state.get("used"))
+        if not self.sharded:
+            self._load_optimizer(state["optimizer"], state["used"])
         # A model or an optimizer that is loaded later would undo it.
         self._set_by = "herd.load_state_dict()"
-        self._set = dict(state.get("optimizer", {})) | self._copy_tensors()
+        self._set = dict(state["optimizer"]) | self._copy_tensors()
 
     @torch.no_grad()
     def _load_optimizer(
-        self, moments: Mapping[str, Tensor], used: Mapping[str, Mapping[str, Any]] | None
+        self, moments: Mapping[str, Tensor], used: Mapping[str, Mapping[str, Any]]
     ) -> None:
         """Let the optimizer go on with what this rank has kept: it may be another rank's.
 
         Args:
             moments: What `_all_moments` returned.
-            used: What `_used` returned; None in states of earlier versions.
+            used: What `_used` returned.
         """
         state = self._optimizer.state
         likes = {key: value for kept in state.values() for key, value in kept.items()}
         if not likes:
             return  # It was left to begin anew.
         for name, p in self._weights.parameters.items():
-            keys = state.get(p, {}) if used is None else used.get(name, {})
-            if not keys:
+            if not (kept := used.get(name)):
                 state.pop(p, None)
-            for key, value in dict(keys).items():
+                continue
+            for key, value in kept.items():
                 value = moments.get(f"{name}/{key}", value)
                 if isinstance(value, Tensor):
                     like = p if value.shape == p.shape else likes.get(key, p)

@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -98,12 +98,10 @@ class ParameterUsage:
     not used is zero like one whose gradient is zero.
     """
 
-    def __init__(self, ddp: DDP, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, ddp: DDP) -> None:
         # The model itself is not kept: DDP holds its hook, and so this, out of the garbage
         # collector's sight, and would never be freed.
-        self._accumulating = False
-        self._device = next(iter(parameters.values())).device
-        self._names, self._used = list(parameters), set[str]()
+        self._accumulating, self._used = False, set[str]()
         self._hooks = ParameterHooks(ddp.module, self._arrived)
         self._handle = ddp.register_forward_pre_hook(UncopiedHook(self._forward))
 
@@ -121,12 +119,10 @@ class ParameterUsage:
         if not module.require_backward_grad_sync:
             self._accumulating = True
 
-    def take(self) -> Tensor:
-        """Return one uint8 flag for each parameter, and reset them."""
-        flags = [name in self._used for name in self._names]
-        self._used.clear()
-        self._accumulating = False
-        return torch.tensor(flags, dtype=torch.uint8, device=self._device)
+    def take(self) -> set[str]:
+        """Return the names of the parameters, and begin anew."""
+        used, self._used, self._accumulating = self._used, set(), False
+        return used
 
     def remove(self) -> None:
         """Remove the hooks."""

@@ -19,7 +19,14 @@ from gradherd.hooks.fsdp import fsdp_modules
 from gradherd.hooks.parameter_hooks import ParameterHooks, gradient_registrar
 from gradherd.rows.capture import Capture
 from gradherd.rows.layer_plan import unwrap_model
-from gradherd.rows.settings import BatchRows, ExactRows, RowSettings, SketchRows, TwoSidedRows
+from gradherd.rows.settings import (
+    BatchRows,
+    ExactRows,
+    RowSettings,
+    SketchRows,
+    TwoSidedRows,
+    row_length,
+)
 from gradherd.rows.sketch import CountSketch
 from gradherd.torch_names import call_after_backward, current_backward
 
@@ -52,37 +59,12 @@ class RowSource:
     def _arrived(self, name: str, grad: Tensor) -> None:
         self._noticed = True
 
-    def take(self, examples: int, loss_scale: float) -> Tensor:
-        """Return the (U, k) rows of the last backward.
-
-        Args:
-            examples: Number of examples in the batch.
-            loss_scale: What the loss was multiplied by (GradScaler).
-        """
-        raise NotImplementedError("this source reads nothing")
-
     def on_backward(self, began: Callable[[], None]) -> None:
         """Call `began` before the first gradient of each backward, if it can be observed."""
         self._hooks.before_first = began
 
     def stepped_in_backward(self) -> None:
         """Note that an optimizer steps before the backward is over."""
-
-    def check_bitmask(self, examples: int) -> Tensor | None:
-        """Check the rows that wait, if a check is due; see `Capture.check_bitmask`."""
-        return None
-
-    def failed_check(self) -> Tensor:
-        """Return the mask of a rank whose check raised an error."""
-        return torch.zeros(0, dtype=torch.uint8)
-
-    def leave_out(self, mask: Tensor) -> None:
-        """Leave out the parameters that any rank has to leave out, from the rows that wait on."""
-
-    @property
-    def left_out(self) -> dict[str, str]:
-        """Names of the parameters that rows leave out, with the reason."""
-        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what rows to come depend on, the same on all ranks."""
@@ -103,9 +85,8 @@ class RowSource:
 class BatchGradientSource(RowSource):
     """The gradient of a whole batch, or a count sketch of it."""
 
-    def __init__(self, model: nn.Module, sketch: SketchRows | None) -> None:
-        self._spec = FlatSpec.of(model)
-        self._sketch = None if sketch is None else CountSketch(sketch.size, sketch.seed)
+    def __init__(self, model: nn.Module, sketch: CountSketch | None) -> None:
+        self._spec, self._sketch = FlatSpec.of(model), sketch
         self._row: Tensor | None = None
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         # On a GPU the launches for each parameter would cost more than the rest of the step.
@@ -201,7 +182,7 @@ class BatchGradientSource(RowSource):
             self._row += self._sketch(flat, offset=span.start)
 
     def take(self, examples: int, loss_scale: float) -> Tensor:
-        """Return the one row of the batch."""
+        """Return the one row of the last backward, less what the loss was multiplied by."""
         assert self._row is not None
         row = self._row
         if self._spoiled:
@@ -240,7 +221,7 @@ class ExampleRowSource(Capture, RowSource):
         self._unit = unit
 
     def take(self, examples: int, loss_scale: float) -> Tensor:
-        """Return a row for each unit of the batch."""
+        """Return the (U, k) rows of the last backward, less what the loss was multiplied by."""
         single = self.pop_rows(examples, loss_scale=loss_scale)
         if self._unit == 1:
             return single
@@ -250,13 +231,12 @@ class ExampleRowSource(Capture, RowSource):
 
 def make_row_source(
     model: nn.Module, settings: RowSettings, unit: int, batch_size: int
-) -> RowSource:
+) -> BatchGradientSource | ExampleRowSource:
     """Return the source that reads rows off a bare model as the settings say."""
     # One unit per batch: its gradient is p.grad itself, and no layer need be read.
     if unit == batch_size or isinstance(settings, BatchRows):
-        if isinstance(settings, TwoSidedRows):
-            size = settings.size_for(FlatSpec.of(model).size)
-            settings = SketchRows(size=size, seed=settings.seed)
-        sketch = settings if isinstance(settings, SketchRows) else None
+        sketch = None
+        if isinstance(settings, SketchRows | TwoSidedRows):
+            sketch = CountSketch(row_length(settings, FlatSpec.of(model).size), settings.seed)
         return BatchGradientSource(model, sketch)
     return ExampleRowSource(model, settings, unit, batch_size)

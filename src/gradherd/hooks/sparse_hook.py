@@ -48,14 +48,13 @@ class SparseHook(BucketHook, GradientExchange):
     # They hold a few rows each, and the sum of some rows is exact: nothing to select or to keep.
     passes_sparse = True
 
-    def __init__(self, ddp: DDP, settings: Sparsify, scaler: GradScaler | None = None) -> None:
+    def __init__(self, ddp: DDP, settings: Sparsify, scaler: GradScaler | None) -> None:
         """Register with DDP, whose hook must be free. All ranks must do so at the same point."""
         parameters, world = sparsifiable(ddp), world_of(ddp)
-        device = next(iter(parameters.values())).device
-        GradientExchange.__init__(self, parameters, settings, world, None, device)
+        GradientExchange.__init__(self, ddp, parameters, settings, world, None, scaler)
         # After the checks: registering a hook with DDP cannot be undone.
         BucketHook.__init__(self, ddp, world)
-        self._scaler, self._clip = scaler, settings.clip
+        self._clip = settings.clip
         self._slices: dict[Tensor, slice] = {
             p: self.layout.slices[name] for name, p in parameters.items()
         }
@@ -66,7 +65,7 @@ class SparseHook(BucketHook, GradientExchange):
         on_device = not tracks_usage(ddp) and runs_on_device(self._worker)
         self._steps = GpuSteps(self._worker) if on_device else None
         self._late: list[tuple[int, dist.GradBucket]] = []  # not added before all have arrived
-        self._usage = ParameterUsage(ddp, parameters) if tracks_usage(ddp) else None
+        self._usage = ParameterUsage(ddp) if tracks_usage(ddp) else None
         self._exchanges = 0
         self._last_counts = [-1, 0]
         self._copied: tuple[Tensor, torch.cuda.Event] | None = None
@@ -108,9 +107,7 @@ class SparseHook(BucketHook, GradientExchange):
         self._flats, self._late = [], []
 
     def _step_on_host(self, buckets: Sequence[dist.GradBucket]) -> None:
-        # Once per backward: the loss scale may change between steps, and residuals of earlier
-        # steps must stay comparable.
-        self._worker.begin(self._scaler.get_scale() if self._scaler else 1.0)
+        self._begin()
         for bucket in buckets:
             parameters = bucket.parameters()
             parts = bucket.buffer().split([parameter.numel() for parameter in parameters])
@@ -146,8 +143,7 @@ class SparseHook(BucketHook, GradientExchange):
             ]
             for bucket in buckets
         ]
-        residual = self._worker.feedback.residual
-        self._placement = Placement(spans, self._worker.sparse, residual.device)
+        self._placement = Placement(spans, self._worker.sparse, self._residual.device)
         if self._steps is None:
             return
         # Parameters that were frozen when this was attached have no residual.
@@ -236,16 +232,15 @@ class ShardedSparseHook(GradientExchange):
         settings: Sparsify,
         worlds: ShardedWorlds,
         world: World,
-        scaler: GradScaler | None = None,
+        scaler: GradScaler | None,
     ) -> None:
         """Hook into the model's groups. All ranks must do so at the same point."""
         parameters = exchangeable(model.named_parameters())
-        super().__init__(parameters, settings, world, worlds, worlds.groups[0].device)
-        self._model, self._scaler = model, scaler
-        self._slices = self.layout.slices
+        super().__init__(model, parameters, settings, world, worlds, scaler)
+        self._model, self._slices = model, self.layout.slices
         # Groups may be reduced several times before an exchange: layers that are used twice, and
         # set_requires_all_reduce(False).
-        self._grad = torch.zeros_like(self._worker.feedback.residual)
+        self._grad = torch.zeros_like(self._residual)
         self._touched: set[str] = set()
         self._averages = True
         self._backward = -1  # the number of the last one; no backward has this
@@ -290,10 +285,7 @@ class ShardedSparseHook(GradientExchange):
             self._exchange(touched)
 
     def _exchange(self, touched: set[str]) -> None:
-        # Once per exchange: the loss scale may change between steps, and residuals of earlier steps
-        # must stay comparable.
-        loss_scale = self._scaler.get_scale() if self._scaler else 1.0
-        self._worker.begin(loss_scale)
+        loss_scale = self._begin()
         if self._worker.settings.clip is not None:
             # The gradient of a replica: every rank of its shards has a part.
             own = torch.linalg.vector_norm(self._grad, dtype=torch.float64)
@@ -304,9 +296,7 @@ class ShardedSparseHook(GradientExchange):
         self._worker.add(0, self._grad, clear=True)
         # Inside a replica all ranks use the same parameters, or the reduce-scatter itself would
         # fail. Replicas may differ.
-        flags = [name in touched for name in self.parameters]
-        on_device = torch.tensor(flags, dtype=torch.uint8, device=self._grad.device)
-        self._run(set(self.parameters), on_device)
+        self._run(set(self.parameters), touched)
 
     def _local_grad(self, name: str) -> Tensor:
         """Return this rank's shard of p.grad, flat."""

@@ -16,7 +16,7 @@ from gradherd.comm.script import RankRunner
 from gradherd.comm.sliced_mean import ColumnLayout, ShardSpan
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec
-from gradherd.hooks.row_sources import RowSource
+from gradherd.hooks.row_sources import BatchGradientSource, ExampleRowSource, RowSource
 from gradherd.ordering.balance import SIGNING_DEVICES
 from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import EpochGatherer, RowGatherer, StepComparison
@@ -188,9 +188,11 @@ class RankTransport(RowTransport):
 class GatheringTransport(RankTransport):
     """Gathers the rows of all workers."""
 
+    source: BatchGradientSource | ExampleRowSource
+
     def __init__(
         self,
-        source: RowSource,
+        source: BatchGradientSource | ExampleRowSource,
         sampler: OrderedSampler,
         world: World,
         device: torch.device,
@@ -228,7 +230,8 @@ class GatheringTransport(RankTransport):
         if claim is None:
             self.source.clear()
             return
-        self._check(claim)
+        if isinstance(self.source, ExampleRowSource):
+            self._check(self.source, claim)
         rows = self.source.take(claim.examples, loss_scale)
         if self.figures is not None:
             self.figures.add(rows)
@@ -244,19 +247,19 @@ class GatheringTransport(RankTransport):
         policy, here = self._sampler.ordering.policy, rows.device.type in SIGNING_DEVICES
         return self._alone and here and policy.leaves_out_broken_rows
 
-    def _check(self, claim: BatchClaim) -> None:
+    def _check(self, source: ExampleRowSource, claim: BatchClaim) -> None:
         """Check the rows that wait, if that is due, and leave out the same on all ranks."""
         # Every rank has fed as many batches, so checks are due on all of them at once.
         error: Exception | None = None
         try:
             # Compares the mean of the rows with the gradient of the batch, so it comes before they
             # are taken.
-            mask = self.source.check_bitmask(claim.examples)
+            mask = source.check_bitmask(claim.examples)
         except Exception as raised:
             if self._alone:
                 raise
             # The others wait for this rank's answer.
-            error, mask = raised, self.source.failed_check()
+            error, mask = raised, source.failed_check()
         if mask is None:
             return
         masks = all_gather(mask.to(self._device), self.world).value.cpu()
@@ -264,13 +267,13 @@ class GatheringTransport(RankTransport):
             raise error
         failed = [rank for rank, one in enumerate(masks.tolist()) if CHECK_FAILED in one]
         if failed:
-            self.source.clear()
+            source.clear()
             raise RuntimeError(
                 f"rows could not be read on {'rank' if len(failed) == 1 else 'ranks'} "
                 f"{', '.join(map(str, failed))}, which raised an error of its own"
             )
         # The union over ranks: rows of all ranks must have the same columns.
-        self.source.leave_out(masks.amax(0))
+        source.leave_out(masks.amax(0))
 
     def by_index(self) -> None:
         """Hold rows until the end of the epoch."""
@@ -282,7 +285,8 @@ class GatheringTransport(RankTransport):
 
     def metrics(self) -> dict[str, Any]:
         """Return the parameters that rows leave out."""
-        left_out = list(self.source.left_out)
+        source = self.source
+        left_out = list(source.left_out) if isinstance(source, ExampleRowSource) else []
         return {"rows_left_out": left_out} if left_out else {}
 
     def finish(self) -> None:

@@ -50,8 +50,7 @@ class GradherdCallback(HerdOwner, Callback):
                 f"GradherdCallback works with strategy='ddp', ModelParallelStrategy or a single "
                 f"device, got {type(strategy).__name__}"
             )
-        if self._herd is not None:
-            self._herd.detach()  # from an earlier fit that failed
+        self._detach()  # from an earlier fit that failed
         self._herd = self._sampler = None
         if self._settings.order is not None:
             # Earlier than any other hook: `trainer.estimated_stepping_batches`, which many a
@@ -138,8 +137,8 @@ class GradherdCallback(HerdOwner, Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave the model as it was."""
-        if stage == "fit" and self._herd is not None:
-            self._herd.detach()
+        if stage == "fit":
+            self._detach()
 
 
 def attach_fabric(model: Any, **options: Any) -> Herd:

@@ -112,8 +112,14 @@ class HerdOwner:
 
     def _sync(self) -> None:
         """Give all ranks equal weights, if they take local steps."""
-        if self._settings.local is not None and self._herd is not None:
+        # After the training the herd is kept, for its metrics.
+        if self._settings.local is not None and self._herd is not None and self._herd.attached:
             self._herd.sync()
+
+    def _detach(self) -> None:
+        """Leave the model as it was, if the herd is attached."""
+        if self._herd is not None:
+            self._herd.detach()
 
 
 def check_loader(loader: Any) -> None:

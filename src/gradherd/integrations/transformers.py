@@ -53,7 +53,6 @@ class GradherdTrainer(HerdOwner, Trainer):
         self._settings = HerdSettings(**given, seed=seed)
         self._sampler: OrderedSampler | None = None
         self._count: LoopCount | None = None  # batches that this epoch has trained on
-        self._attached = False
         self._skipped = 0  # batches that the Trainer skips in the first epoch of a resumed training
         ordered = self._settings.order is not None
         check_accelerator(self.accelerator, ordered=ordered)
@@ -102,7 +101,6 @@ class GradherdTrainer(HerdOwner, Trainer):
         self._herd = self._settings.attach(
             self.model_wrapped, self._sampler, self.accelerator.scaler, self.optimizer
         )
-        self._attached = True
         checkpoint = kwargs.get("resume_from_checkpoint", args[-1] if args else None)
         if checkpoint is not None:
             self._load_herd(Path(checkpoint) / FILE)
@@ -147,10 +145,6 @@ class GradherdTrainer(HerdOwner, Trainer):
             logs = logs | self._herd.scalars(rows=self._log_rows)
         super().log(logs, *args, **kwargs)
 
-    def _sync(self) -> None:
-        if self._attached:  # the herd is kept after train(), for its metrics
-            super()._sync()
-
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate what all ranks share."""
         self._sync()
@@ -165,11 +159,6 @@ class GradherdTrainer(HerdOwner, Trainer):
         output = super().train(*args, **kwargs)
         self._detach()
         return output
-
-    def _detach(self) -> None:
-        if self._herd is not None and self._attached:
-            self._herd.detach()
-        self._attached = False
 
 
 class _EpochCallback(TrainerCallback):

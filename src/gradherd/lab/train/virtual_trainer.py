@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.comm.script import SharedRunner
-from gradherd.hooks.row_sources import RowSource, make_row_source
+from gradherd.hooks.row_sources import BatchGradientSource, ExampleRowSource, make_row_source
 from gradherd.lab.tasks.task import Split, Task
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.exchanges import LocalModels, SharedModel, VirtualExchange
@@ -189,7 +189,7 @@ class VirtualTrainer(Trainer):
         exchange = self.exchange
         size = sum(parameter.numel() for parameter in exchange.parameters[0])
         self.sharding, self.ordering = make_ordering(config, len(split.train[0]))
-        self._rows: list[RowSource] = []
+        self._rows: list[BatchGradientSource | ExampleRowSource] = []
         # Whole batches on several dense workers: the gradients that are averaged are the rows.
         self._gradients_are_rows = False
         rows = None
