@@ -2,7 +2,6 @@
 
 import math
 from fractions import Fraction
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,10 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gradherd.sparsify.consensus import (
+    Offers,
     PartitionRule,
+    Spans,
     accept_largest,
-    capacity,
     leading_bits,
+    make_offers,
     pack,
     smallest_magnitude,
     unpack,
@@ -89,13 +90,18 @@ def test_offers_are_read_as_they_were_written(offered, compact, seed):
     scales = normal(seed + 9, 2, len(indices)).mul(4).exp()
     magnitudes = (normal(seed, 2, len(indices)) * scales).abs()
     count = len(indices)
-    length = -(-index_bytes(count, reach) // 4) - (-magnitude_bytes(count, compact) // 4)
+    length = 1 - (-index_bytes(count, reach) // 4) - (-magnitude_bytes(count, compact) // 4)
+    places, found = torch.tensor(indices, dtype=torch.int64), torch.tensor(seed, dtype=torch.int32)
     messages = torch.stack(
-        [pack(torch.tensor(indices, dtype=torch.int64), row, reach, compact) for row in magnitudes]
+        [pack(Offers(places, leading_bits(row), found), reach, compact) for row in magnitudes]
     )
     assert (messages.dtype, messages.shape) == (torch.int32, (2, length))
-    actual, bits = unpack(messages, len(indices), reach, compact)
-    assert actual.tolist() == [indices, indices]
+    firsts = torch.tensor([0, 7])
+    actual, bits, candidates = unpack(
+        messages, count, Spans(firsts, firsts + reach, reach), compact
+    )
+    assert actual.tolist() == [indices, [7 + index for index in indices]]
+    assert candidates.tolist() == [seed, seed]
     wanted = leading_bits(magnitudes)
     if compact:  # One of 255 steps below the largest, by hand; what is smaller counts as zero.
         top = wanted.amax(1, keepdim=True) // 16
@@ -105,8 +111,10 @@ def test_offers_are_read_as_they_were_written(offered, compact, seed):
 
 def test_coarse_magnitudes_tell_zero_and_the_largest_apart():
     magnitudes = torch.tensor([1e-9, 0.0, 3.0, 3.1, 1e4, 20.0, 0.0])
-    message = pack(torch.arange(7), magnitudes, 7, compact=True)
-    _, bits = unpack(message[None], 7, 7, compact=True)
+    offers = Offers(torch.arange(7), leading_bits(magnitudes), torch.zeros((), dtype=torch.int32))
+    message = pack(offers, 7, compact=True)
+    spans = Spans(torch.tensor([0]), torch.tensor([7]), 7)
+    bits = unpack(message[None], 7, spans, compact=True).bits
     read = smallest_magnitude(bits[0])
     assert read[[0, 1, 6]].tolist() == [0.0] * 3
     near = magnitudes[2:6] / read[2:6]
@@ -121,7 +129,7 @@ def test_the_k_largest_offers_are_kept(data, sizes):
     kinds = st.sampled_from([0.0, 1.0, 1.0001, 1.5, 2.0, 1e-30, 1e30])
     drawn = [data.draw(st.lists(kinds, min_size=n, max_size=n)) for n in sizes]
     begins = np.cumsum([0, *sizes])
-    # Rows of one length: where a worker has fewer offers, there is none.
+    # Rows of one length; -1 is below all offers.
     bits, indices = torch.full((2, len(sizes), max(sizes)), -1)
     for row, own, begin in zip(range(len(sizes)), drawn, begins, strict=False):
         bits[row, : len(own)] = leading_bits(torch.tensor(own))
@@ -150,31 +158,59 @@ def test_ties_are_shared_out():
 
 
 @given(
-    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6).filter(sum),
-    factor=st.sampled_from([1.0, 1.1, 1.5, 3.0, math.inf]),
+    candidates=st.dictionaries(
+        st.integers(0, 99), st.sampled_from([0.0, 1.0, 1.5, 3.0]), min_size=1
+    ),
     data=st.data(),
 )
 @settings(max_examples=150)
-def test_capacity_is_the_fair_share_and_makes_room_for_k(lengths, factor, data):
-    k = data.draw(st.integers(1, sum(lengths)))
-    most = capacity(factor, k, lengths)
+def test_the_largest_candidates_are_offered(candidates, data):
+    count = data.draw(st.integers(1, len(candidates)))
+    # In any order, with places between them that are none.
+    order = data.draw(st.permutations([*candidates, *[100] * data.draw(st.integers(0, 5))]))
+    magnitudes = torch.tensor([candidates.get(place, -1.0) for place in order])
+    offers = make_offers(torch.tensor(order), magnitudes, torch.tensor(7), count)
+    chosen = offers.indices.tolist()
+    assert chosen == sorted(set(chosen)) and len(chosen) == count and chosen[-1] < 100
+    own = torch.tensor([candidates[place] for place in chosen])
+    assert torch.equal(offers.bits, leading_bits(own))
+    assert sorted(own.tolist()) == sorted(candidates.values())[-count:]
 
-    def room(each):
-        return sum(min(length, each) for length in lengths)
 
-    share = Fraction(k, len(lengths))
-    wanted = k if math.isinf(factor) else math.ceil(Fraction(str(factor)) * share)
-    assert room(most) >= k
-    assert most == wanted or (most > wanted and room(most - 1) < k)
+@given(
+    dim=st.integers(1, 3000),
+    size=st.integers(1, 64),
+    workers=st.integers(1, 9),
+    factor=st.sampled_from([1.0, 1.1, 1.5, 3.0, math.inf]),
+    data=st.data(),
+)
+@settings(max_examples=200)
+def test_offers_are_the_fair_share_and_have_room(dim, size, workers, factor, data):
+    k = data.draw(st.integers(1, dim))
+    rule = PartitionRule(workers, factor, Blocks(dim, size), memory=0.9)
+    offers = rule.offers(k)
+    narrowest = rule.blocks.count // workers * size - (-dim % size)
+    if not offers:
+        assert k == dim or narrowest * workers < k
+        return
+    share = Fraction(k, workers)
+    wanted = k if math.isinf(factor) else min(k, math.ceil(Fraction(str(factor)) * share))
+    assert offers == min(wanted, narrowest) and offers * workers >= k
+    inner = st.lists(st.integers(0, rule.blocks.count), min_size=workers - 1, max_size=workers - 1)
+    cuts = torch.tensor([0, *sorted(data.draw(inner)), rule.blocks.count])
+    firsts, ends, reach = rule.spans(cuts, data.draw(st.integers(0, 20)), offers)
+    lengths = ends - firsts
+    assert int(lengths.min()) >= offers and int(lengths.max()) == reach
+    assert sorted(firsts.tolist()) == [0, *sorted(ends.tolist())[:-1]] and int(ends.max()) == dim
 
 
 @pytest.mark.parametrize("workers", [2, 3, 16])
 def test_partitions_have_room_for_all_offers_where_the_last_block_is_short(workers):
     blocks = Blocks.of(11_173_962, 1024)
-    rule, k = PartitionRule(1.05, blocks, memory=0.9), 111_740
-    assert blocks.dim % blocks.size == 74 and rule.fits(k, workers)
+    rule, k = PartitionRule(workers, 1.05, blocks, memory=0.9), 111_740
+    offers = rule.offers(k)
+    assert blocks.dim % blocks.size == 74 and offers
     loads = torch.zeros(blocks.count, dtype=torch.float64)
     loads[-2] = 1  # all of it in front of the short block: borders move there
-    bounds = blocks.bounds(recut(loads, workers, rule.least(k, workers)).tolist())
-    sizes = [end - begin for begin, end in pairwise(bounds)]
-    assert min(sizes) >= rule.offers(k, workers)
+    firsts, ends, _ = rule.spans(recut(loads, workers), 0, offers)
+    assert int((ends - firsts).min()) >= offers

@@ -15,6 +15,7 @@ import torch
 from gradherd.comm.script import run_together
 from gradherd.sparsify.consensus import leading_bits, smallest_magnitude
 from gradherd.sparsify.partitioned import ExDyna, Micro
+from gradherd.sparsify.selector import target_count
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 from gradherd.sparsify.worker import Worker
@@ -41,7 +42,11 @@ class World:
             worker.add(0, grad.clone())
         self.acc = torch.stack([worker.feedback.acc.clone() for worker in self.workers])
         self.number = self.workers[0].step
-        self.bounds = self.method.rule(self.dim).blocks.bounds(self.workers[0].state.cuts.tolist())
+        count = 1
+        if self.method.threshold == "consensus":
+            k = target_count(self.method.density, self.dim)
+            count = max(1, self.method.rule(self.dim, self.size).offers(k))
+        self.bounds = self.bounds_for(count)
         results = run_together([worker.script() for worker in self.workers])
         for worker, one in zip(self.workers, results, strict=True):
             worker.commit(one.value)
@@ -52,6 +57,10 @@ class World:
             assert same(worker.state_dict(), first)
         self.outcome = results[0].value
         return self.outcome
+
+    def bounds_for(self, count):
+        rule = self.method.rule(self.dim, self.size)
+        return rule.blocks.bounds(rule.borders(self.workers[0].state.cuts, count).tolist())
 
     @property
     def residual(self):
@@ -72,7 +81,11 @@ class World:
 
     def check_consensus(self, k):
         """Exactly k, the largest of each partition, down to the bin of the k-th largest of all."""
-        chosen = self.outcome.selection
+        chosen, most = self.outcome.selection, self.most(k)
+        if not most:
+            assert sorted(chosen.indices.tolist()) == list(range(self.dim))
+            assert chosen.threshold == 0 and sum(chosen.counts) == self.dim
+            return
         assert len(chosen.indices) == sum(chosen.counts) == k
         assert len(chosen.indices.unique()) == k
         pool = []
@@ -86,22 +99,23 @@ class World:
                 # Among those with the same leading bits, any may be sent.
                 assert sizes[own].min() >= unpicked.max() * (1 - 2**-8)
             pool.append(sizes[begin:end])
-        if k >= self.dim:
-            assert chosen.threshold == 0
-            return
-        most = self.most(k)
         assert max(chosen.counts) <= most
         top = [part.sort(descending=True).values[:most] for part in pool]
         kth = float(torch.cat(top).sort(descending=True).values[k - 1])
         assert chosen.threshold == float(smallest_magnitude(leading_bits(torch.tensor(kth))))
 
     def most(self, k):
-        """The fair share times the capacity; more only where partitions are short of that."""
-        factor, lengths = self.method.capacity, [b - a for a, b in pairwise(self.bounds)]
-        most = k if math.isinf(factor) else fair(factor, k, self.size)
-        while sum(min(length, most) for length in lengths) < k:
-            most += 1
-        return most
+        """The fair share times the capacity, or 0 where partitions have no room for k offers."""
+        rule, factor = self.method.rule(self.dim, self.size), self.method.capacity
+        wanted = k if math.isinf(factor) else min(k, fair(factor, k, self.size))
+        offers = rule.offers(k)
+        if not offers:
+            # Borders are between blocks, and the last one may be short.
+            assert k > self.dim - self.size * 2 * rule.blocks.size
+        else:
+            assert offers == wanted or (offers < wanted and offers * self.size >= k)
+            assert min(b - a for a, b in pairwise(self.bounds)) >= offers
+        return offers
 
     def check_residuals(self):
         """All workers clear what was sent, whoever selected it, and keep the rest."""
@@ -281,10 +295,11 @@ def one_layer(step, size, dim):
 
 
 def test_partitions_follow_a_layer_with_most_of_the_mass():
-    dim, size, k = 12_000, 4, 240
+    # The layer has room for four partitions of k coordinates, which a worker may all offer.
+    dim, size, k = 48_000, 4, 240
     padding = {}
     for balance in BALANCES:
-        world = World(ExDyna(0.02, balance=balance, capacity=math.inf), dim, size)
+        world = World(ExDyna(0.005, balance=balance, capacity=math.inf), dim, size)
         seen = []
         for step in range(20):
             world.step(one_layer(step, size, dim))
@@ -310,12 +325,11 @@ def test_no_worker_sends_more_than_its_capacity(capacity):
             assert world.outcome.selection.counts == [50] * 4
 
 
-def test_more_workers_than_coordinates_leave_some_with_nothing():
+def test_more_workers_than_coordinates_send_all_of_them():
     world = World(ExDyna(0.5), 3, 5)
     for step in range(10):
         world.step(normal(step, 5, 3))
-        world.check_partitions()
-        world.check_consensus(1)
+        assert world.outcome.indices.tolist() == [0, 1, 2]
         world.check_residuals()
 
 

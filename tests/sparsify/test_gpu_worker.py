@@ -15,7 +15,7 @@ from gradherd.comm.script import run_together
 from gradherd.sparsify.gpu_worker import GpuSteps, has_fixed_shapes
 from gradherd.sparsify.marks import TILE
 from gradherd.sparsify.partitioned import ExDyna, Micro
-from gradherd.sparsify.partitions import recut
+from gradherd.sparsify.partitions import apart, recut
 from gradherd.sparsify.selector import target_count
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
@@ -204,7 +204,8 @@ def test_partitions_keep_room_for_all_offers(seed):
     generator = np.random.default_rng(seed)
     blocks, parts = int(generator.integers(8, 200)), int(generator.integers(2, 8))
     loads = generator.exponential(size=blocks) * (generator.random(blocks) < generator.random())
-    wide = recut(torch.from_numpy(loads) * (seed > 0), parts, blocks // parts).diff()
+    cuts = recut(torch.from_numpy(loads) * (seed > 0), parts)
+    wide = apart(cuts, blocks // parts).diff()
     assert int(wide.min()) >= blocks // parts and int(wide.sum()) == blocks
 
 

@@ -109,7 +109,7 @@ def test_indices_take_little_more_than_any_code_must(share):
 
 def first_bytes(method, dim, size, k):
     """Flag, count, offers with an index and a byte each, and values in one round or two."""
-    blocks = method.rule(dim).blocks
+    blocks = method.rule(dim, size).blocks
     reach = max(
         end - first for first, end in pairwise(blocks.bounds(even_cuts(blocks.count, size)))
     )

@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gradherd.sparsify.partitions import Blocks, diffuse, even_cuts, recut
+from gradherd.sparsify.partitions import Blocks, apart, diffuse, even_cuts, recut
 from gradherd.sparsify.selecting import padding
 from tests.sparsify.reference import published_moves
 
@@ -66,11 +66,14 @@ def distance(loads, border, part, parts):
 @example(loads=[9, 0, 0, 0], parts=3)
 @example(loads=[0, 5, 0, 0, 5, 0], parts=2)
 def test_new_borders_are_the_nearest_that_leave_everybody_a_block(loads, parts):
-    cuts = recut(torch.tensor(loads, dtype=torch.float64), parts).tolist()
     blocks = len(loads)
+    cuts = apart(recut(torch.tensor(loads, dtype=torch.float64), parts), min(1, blocks // parts))
+    cuts = cuts.tolist()
     assert (len(cuts), cuts[0], cuts[-1]) == (parts + 1, 0, blocks)
-    if blocks < parts or not sum(loads):
+    assert cuts == sorted(cuts)
+    if not sum(loads):
         assert cuts == even_cuts(blocks, parts)
+    if blocks < parts or not sum(loads):
         return
     assert all(width >= 1 for width in np.diff(cuts))
     for part in range(1, parts):

@@ -11,17 +11,15 @@ of few bits they take 8: how many steps of 6 % they are below the largest of the
 stands for zero and all that is that small.
 
 Everything here has fixed shapes, so a GPU never waits for the host: what is not there is masked.
-Sums that all workers must find alike are sums of integers, which are exact in any order. On a host,
-where deciding costs nothing, `partitioned` searches the whole partition again if too few
-coordinates reach the start of the search. On a GPU the worker then fills up with evenly spaced
-coordinates (`make_offers`), and the start falls for the next step.
+Sums that all workers must find alike are sums of integers, which are exact in any order. How a
+worker finds the candidates that it offers the largest of is up to where it runs (`partitioned` with
+a host, `gpu_worker` without).
 
-Letters: D coordinates, R workers, M offers of a worker, k coordinates to send, C candidates at
-most, NB blocks.
+Letters: D coordinates, R workers, M offers of a worker, k coordinates to send, C candidates, NB
+blocks.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -31,7 +29,15 @@ from torch import Tensor
 
 from gradherd.sparsify.message_sizes import index_bytes
 from gradherd.sparsify.packing import pack_indices, unpack_indices
-from gradherd.sparsify.partitions import LOAD_UNIT, Blocks, diffuse, even_cuts, recut, whole_loads
+from gradherd.sparsify.partitions import (
+    LOAD_UNIT,
+    Blocks,
+    apart,
+    diffuse,
+    even_cuts,
+    recut,
+    whole_loads,
+)
 
 # The sign bit is zero, so dropping 15 bits of a float32 leaves the 16 that are sent.
 _DROPPED_BITS = 15
@@ -42,17 +48,28 @@ _COARSE_BITS = 4
 _MIN_CANDIDATES, _MAX_CANDIDATES = 2, 4
 # Where the search starts before the first step, and its ratio to the threshold from then on.
 _NO_START = (0.0, 0.9)
-# The smallest float32 above zero.
-_LEAST_START = 2.0**-149
 
 
 # --- What a method says, and what it keeps -----------------------------------------------------
+
+
+class Spans(NamedTuple):
+    """The coordinates from which each worker selects in a step."""
+
+    firsts: Tensor
+    """(R,) where its partition begins."""
+    ends: Tensor
+    """(R,) where it ends."""
+    reach: int
+    """No partition is longer. All workers know it without waiting: lengths of messages follow."""
 
 
 @dataclass(frozen=True)
 class PartitionRule:
     """How a method cuts a vector into partitions."""
 
+    workers: int
+    """R."""
     capacity: float
     """How many times its fair share a worker offers."""
     blocks: Blocks
@@ -67,22 +84,53 @@ class PartitionRule:
     @property
     def moves(self) -> bool:
         """Whether borders move."""
-        return self.diffusive or self.memory is not None
+        return self.workers > 1 and (self.diffusive or self.memory is not None)
 
-    def offers(self, k: int, workers: int) -> int:
-        """Return M, where partitions are long enough (`fits`)."""
-        return capacity(self.capacity, k, [self.blocks.dim] * workers)
+    @property
+    def _missing(self) -> int:
+        """What the last block is short of; any partition may end with it."""
+        return -self.blocks.dim % self.blocks.size
 
-    def least(self, k: int, workers: int) -> int:
-        """Return how many blocks each partition keeps, so that it has room for M offers."""
-        # The last block may be short, and a partition may end with it.
-        missing = -self.blocks.dim % self.blocks.size
-        return -(-(self.offers(k, workers) + missing) // self.blocks.size)
+    def offers(self, k: int) -> int:
+        """Return M, `capacity` times a fair share of k.
 
-    def fits(self, k: int, workers: int) -> bool:
-        """Return whether every worker can always make its M offers."""
-        enough = k < self.blocks.dim and self.least(k, workers) * workers < self.blocks.count
-        return enough and not self.diffusive
+        0 if everything is to be sent: k is D, or so close to it (or D so small) that partitions
+        of whole blocks would not have room for k offers.
+
+        >>> rules = [PartitionRule(2, factor, Blocks(1000, 10)) for factor in (1.15, math.inf)]
+        >>> [[rule.offers(k) for k in (100, 450, 1000)] for rule in rules]
+        [[58, 259, 0], [100, 450, 0]]
+        """
+        room = self.blocks.count // self.workers * self.blocks.size - self._missing
+        if k >= self.blocks.dim or k > room * self.workers:
+            return 0
+        # Without the small term, rounding could turn an exact share into one more.
+        most = math.ceil(min(k, self.capacity * k / self.workers * (1 - 1e-12)))
+        return min(most, room)
+
+    def borders(self, cuts: Tensor, count: int) -> Tensor:
+        """Return (R + 1,) borders with room for `count` coordinates between any two."""
+        least = -(-(count + self._missing) // self.blocks.size)
+        return apart(cuts, min(least, self.blocks.count // self.workers))
+
+    def spans(self, cuts: Tensor, step: int | Tensor, count: int) -> Spans:
+        """Return from where each worker selects `count` coordinates.
+
+        Args:
+            cuts: (R + 1,) borders, as in the state.
+            step: Number of the step.
+            count: M, or 1 if workers select as many as they like.
+        """
+        bounds = (self.borders(cuts, count) * self.blocks.size).clamp(max=self.blocks.dim)
+        parts = torch.arange(self.workers, device=cuts.device)
+        if self.rotate:
+            # As in the papers: what is large on another worker only waits at most R - 1 steps for
+            # that worker to search its partition.
+            parts = (parts + step) % self.workers
+        firsts, ends = bounds[parts], bounds[parts + 1]
+        # Indices are written as offsets in the partition, which is shorter, where that is known.
+        reach = int((ends - firsts).max()) if cuts.is_cpu else self.blocks.dim
+        return Spans(firsts, ends, reach)
 
 
 @dataclass(frozen=True)
@@ -102,12 +150,12 @@ class PartitionState:
     borders never move."""
 
     @classmethod
-    def first(cls, rule: PartitionRule, workers: int) -> "PartitionState":
+    def first(cls, rule: PartitionRule) -> "PartitionState":
         """Return the state before the first step: partitions of equal size."""
         count = rule.blocks.count
         loads = torch.zeros(0 if rule.memory is None else count, dtype=torch.float64)
         start = torch.tensor(_NO_START, dtype=torch.float64)
-        return cls(start, torch.tensor(even_cuts(count, workers)), loads)
+        return cls(start, torch.tensor(even_cuts(count, rule.workers)), loads)
 
     def to(self, device: torch.device) -> "PartitionState":
         """Return a copy on a device."""
@@ -122,29 +170,33 @@ class PartitionState:
                 old.copy_(torch.where(ok, fresh, old))
 
 
-def capacity(factor: float, k: int, lengths: Sequence[int]) -> int:
-    """Return how many coordinates a worker may send: `factor` times its fair share of k.
+# --- Offers -------------------------------------------------------------------------------------
 
-    With infinity one worker may send everything. If some partitions are shorter than a fair share,
-    the others may send more, so that there are k offers.
 
-    >>> capacity(1.15, 100, [500, 500]), capacity(1.15, 100, [10, 500])
-    (58, 90)
+class Offers(NamedTuple):
+    """What one worker offers, or each of R workers."""
+
+    indices: Tensor
+    """(M,) int64 ascending places in the worker's partition, or (R, M) coordinates."""
+    bits: Tensor
+    """(M,) or (R, M) int32 leading bits of their magnitudes."""
+    candidates: Tensor
+    """() or (R,) int32 how many coordinates reached the start of the search; 0 if nobody knows."""
+
+
+def make_offers(indices: Tensor, magnitudes: Tensor, candidates: Tensor, count: int) -> Offers:
+    """Offer the largest candidates of a partition.
+
+    Args:
+        indices: (C,) places in it.
+        magnitudes: (C,) their magnitudes; -1 where there is no candidate.
+        candidates: As in `Offers`.
+        count: M. There are at least as many candidates.
     """
-    # Without the small term, rounding could turn an exact share into one more.
-    most = k if math.isinf(factor) else math.ceil(factor * k / len(lengths) * (1 - 1e-12))
-    # Shortest first: a partition below the level gives all it has, and the rest divides what is
-    # left evenly.
-    left, others = k, len(lengths)
-    for length in sorted(lengths):
-        level = -(-left // others)
-        if level <= length:
-            break
-        left, others = left - length, others - 1
-    return max(most, level)
-
-
-# --- Messages ----------------------------------------------------------------------------------
+    top = magnitudes.topk(count, sorted=False)
+    # Messages store them ascending; and ties must not depend on the order in which they come.
+    chosen, order = indices[top.indices].sort()
+    return Offers(chosen, leading_bits(top.values[order]), candidates)
 
 
 def leading_bits(magnitudes: Tensor) -> Tensor:
@@ -158,123 +210,39 @@ def smallest_magnitude(bits: Tensor) -> Tensor:
     return (bits << _DROPPED_BITS).view(torch.float32)
 
 
-def pack(indices: Tensor, magnitudes: Tensor, reach: int, compact: bool = False) -> Tensor:
-    """Write offers: (M,) ascending indices below `reach`, then the leading bits of magnitudes.
+def pack(offers: Offers, reach: int, compact: bool = False) -> Tensor:
+    """Write a worker's offers: candidates, indices below `reach`, leading bits of magnitudes.
 
     If `compact`, magnitudes take 8 bits. Returns int32, whose number follows from M and `reach`.
     """
-    packed, leading = pack_indices(indices, reach), leading_bits(magnitudes)
+    packed, leading = pack_indices(offers.indices, reach), offers.bits
     # Zeros, not `empty`: the padding is sent, and messages should be the same in every run.
     words = F.pad(packed, (0, -len(packed) % 4)).view(torch.int32)
+    count = offers.candidates.view(1)
     if compact:
         steps = leading >> _COARSE_BITS
         top = steps.max()
         below = F.pad((top - steps).clamp_(max=255).to(torch.uint8), (0, -len(steps) % 4))
-        return torch.cat([words, top.view(1), below.view(torch.int32)])
+        return torch.cat([count, words, top.view(1), below.view(torch.int32)])
     pairs = F.pad(leading, (0, len(leading) % 2)).view(-1, 2)
-    return torch.cat([words, pairs[:, 0] | (pairs[:, 1] << 16)])
+    return torch.cat([count, words, pairs[:, 0] | (pairs[:, 1] << 16)])
 
 
-def unpack(
-    messages: Tensor, count: int, reach: int, compact: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return (R, M) int64 indices and (R, M) int32 leading bits of magnitudes from messages."""
-    size = index_bytes(count, reach)
-    words = -(-size // 4)
-    packed = messages[:, :words].contiguous().view(torch.uint8)
-    indices = unpack_indices(packed[:, :size], count, reach)
-    rest = messages[:, words:]
+def unpack(messages: Tensor, count: int, spans: Spans, compact: bool = False) -> Offers:
+    """Return the M = `count` offers of each worker from the (R, ...) messages of all."""
+    size = index_bytes(count, spans.reach)
+    end = 1 + -(-size // 4)
+    packed = messages[:, 1:end].contiguous().view(torch.uint8)
+    indices = unpack_indices(packed[:, :size], count, spans.reach).add_(spans.firsts.unsqueeze(1))
+    rest = messages[:, end:]
     if compact:
         below = rest[:, 1:].contiguous().view(torch.uint8)[:, :count]
         steps = (rest[:, :1] - below.int()).masked_fill_(below == 255, 0).clamp_(min=0)
-        return indices, steps << _COARSE_BITS
-    magnitudes = torch.stack([rest & 0xFFFF, (rest >> 16) & 0xFFFF], dim=-1)
-    return indices, magnitudes.flatten(1)[:, :count]
-
-
-# --- Offers in fixed shapes --------------------------------------------------------------------
-
-
-class Offers(NamedTuple):
-    """What one worker offers."""
-
-    indices: Tensor
-    """(M,) int64 coordinates, ascending."""
-    magnitudes: Tensor
-    """(M,) their magnitudes."""
-    candidates: Tensor
-    """() int32 how many reached the start of the search; -1 if there was no room for them, 0 if it
-    has no start yet."""
-
-
-def worker_spans(
-    rule: PartitionRule, cuts: Tensor, step: Tensor, workers: int
-) -> tuple[Tensor, Tensor]:
-    """Return (R,) where each worker's partition begins, and (R,) where it ends."""
-    bounds = (cuts * rule.blocks.size).clamp(max=rule.blocks.dim)
-    parts = torch.arange(workers, device=bounds.device)
-    if rule.rotate:
-        parts = (parts + step) % workers
-    return bounds[parts], bounds[parts + 1]
-
-
-def search_start(sample: Tensor, share: float) -> Tensor:
-    """Return a () magnitude that about four times the share k / D of (n,) values reach.
-
-    For a step that has no threshold to start from, or one that is far off.
-    """
-    rank = min(len(sample), int(4 * share * len(sample)) + 16)
-    # Above zero, or all zeros would be candidates where fewer values are not: there is no room.
-    return sample.abs().topk(rank).values[-1].float().clamp(min=_LEAST_START)
-
-
-def make_offers(
-    candidates: tuple[Tensor, Tensor],
-    total: Tensor,
-    start: Tensor,
-    reserve: tuple[Tensor, Tensor],
-    span: tuple[Tensor, Tensor],
-    wanted: Tensor,
-) -> Offers:
-    """Offer the largest candidates of a partition.
-
-    Args:
-        candidates: (C,) coordinates, and (C,) magnitudes that reach the start.
-        total: () how many there were; the entries from there on mean nothing.
-        start: () magnitude from which on a coordinate is a candidate.
-        reserve: (M,) different coordinates of the partition, and (M,) their magnitudes. They fill
-            up what candidates leave free; those that reach the start are candidates themselves.
-        span: () first coordinate of the partition, () its end.
-        wanted: () where the search should have started; above `start` if that left too few.
-    """
-    indices, magnitudes = candidates
-    spare, spare_magnitudes = reserve
-    overflow = total > len(indices)
-    mine = (indices >= span[0]) & (indices < span[1]) & ~overflow
-    mine &= torch.arange(len(indices), device=indices.device) < total
-    # Below every real magnitude; there are always M that are above: the reserve sees to it.
-    key = torch.cat(
-        [
-            torch.where(mine, magnitudes, -1.0),
-            torch.where(overflow | (spare_magnitudes < start), spare_magnitudes, -1.0),
-        ]
-    )
-    # NaN would be the largest, and may leave too few; the step is called off then, whatever is
-    # offered. It must only be coordinates.
-    top = key.topk(len(spare), sorted=False)
-    chosen = torch.cat([indices, spare])[top.indices].clamp_(min=span[0], max=span[1] - 1)
-    # Messages store them so; and ties must not depend on the order in which buckets are stored.
-    chosen, order = chosen.sort()
-    largest = top.values[order]
-    count = torch.where(overflow, -1, (mine & (magnitudes >= wanted)).sum()).int()
-    count = count * (wanted > 0)  # Without a start, the number says nothing.
-    return Offers(chosen, largest, count)
-
-
-def reserve_of(span: tuple[Tensor, Tensor], count: int) -> Tensor:
-    """Return `count` evenly spaced coordinates of a partition that has at least as many."""
-    places = torch.arange(count, device=span[0].device)
-    return span[0] + places * (span[1] - span[0]) // count
+        bits = steps << _COARSE_BITS
+    else:
+        pairs = torch.stack([rest & 0xFFFF, (rest >> 16) & 0xFFFF], dim=-1)
+        bits = pairs.flatten(1)[:, :count]
+    return Offers(indices, bits, messages[:, 0])
 
 
 # --- What all workers agree on -----------------------------------------------------------------
@@ -296,7 +264,7 @@ def accept_largest(indices: Tensor, bits: Tensor, k: int) -> Accepted:
 
     Args:
         indices: (R, M) int64 of all workers.
-        bits: (R, M) int32 leading bits of their magnitudes; -1 where there is no offer.
+        bits: (R, M) int32 leading bits of their magnitudes.
         k: How many to accept.
     """
     flat = bits.reshape(-1)
@@ -316,63 +284,40 @@ def accept_largest(indices: Tensor, bits: Tensor, k: int) -> Accepted:
 
 
 def accept_offers(
-    rule: PartitionRule,
-    state: PartitionState,
-    offers: tuple[Tensor, Tensor],
-    candidates: Tensor,
-    k: int,
-    *,
-    offered: int | Tensor,
-    exact: bool,
-    turn: int = 0,
+    rule: PartitionRule, state: PartitionState, offers: Offers, k: int, step: int | Tensor
 ) -> tuple[Accepted, PartitionState]:
     """Accept the largest offers of all workers; every worker finds the same from the same offers.
 
     Args:
         rule: The method's partitions.
         state: That of this step.
-        offers: (R, M) indices and leading bits, as for `accept_largest`.
-        candidates: (R,) as in `Offers`.
+        offers: Those of all workers.
         k: How many to accept.
-        offered: How many offers each worker made: M, or (R,).
-        exact: Whether workers have searched all of their partitions, as they do with a host. If
-            not, offers may be merely evenly spaced, and partitions keep room for M offers.
-        turn: The partition of worker 0.
+        step: Number of the step.
 
     Returns:
         What is accepted, and the state of the next step.
     """
-    accepted, workers = accept_largest(*offers, k), len(candidates)
-    new = _with_next_start(state, accepted, candidates, exact=exact)
-    if workers > 1 and rule.moves:
-        loads = estimate_loads(accepted.counts, offered, candidates)
-        least = 1 if exact else rule.least(k, workers)
-        new = moved(rule, new, accepted.indices, accepted.counts, loads, least, turn)
+    accepted, count = accept_largest(offers.indices, offers.bits, k), rule.offers(k)
+    new = _with_next_start(state, accepted, offers.candidates)
+    if rule.moves:
+        loads = estimate_loads(accepted.counts, count, offers.candidates)
+        new = moved(rule, new, accepted.indices, accepted.counts, loads, step, count)
     return accepted, new
 
 
 def _with_next_start(
-    state: PartitionState, accepted: Accepted, candidates: Tensor, *, exact: bool
+    state: PartitionState, accepted: Accepted, candidates: Tensor
 ) -> PartitionState:
-    """Return the state with a start that leaves a few times as many candidates as are wanted.
-
-    `candidates` are (R,) as in `Offers`; these are `exact` if no evenly spaced ones are among them.
-    """
-    threshold, total, k = accepted.threshold.double(), candidates.sum(), len(accepted.indices)
-    # A first step had no start; what it searched from says nothing.
-    first, ratio = state.start[0] <= 0, state.start[1]
+    """Return the state with a start that leaves a few times as many candidates as are wanted."""
+    total, k = candidates.sum(), len(accepted.indices)
     # Adjusted by a few percent per step, and kept away from 0, where everything is a candidate,
     # and from 1, where the threshold of the next step may be below the start.
     few, many = total < _MIN_CANDIDATES * k, total > _MAX_CANDIDATES * k
-    ratio = (ratio * (1 - 0.03 * few + 0.02 * many)).clamp(0.3, 0.995)
-    ratio = torch.where(first, _NO_START[1], ratio)
-    magnitude = threshold * ratio
-    if not exact:
-        # Far off, the accepted offers include some that are merely evenly spaced, and their
-        # smallest says nothing. Then go up or down until enough, but not too many, reach the start.
-        magnitude = torch.where(~first & (total < k), state.start[0] * 0.5, magnitude)
-        magnitude = torch.where(~first & (candidates < 0).any(), state.start[0] * 2, magnitude)
-    return replace(state, start=torch.stack([magnitude, ratio]))
+    ratio = (state.start[1] * (1 - 0.03 * few + 0.02 * many)).clamp(0.3, 0.995)
+    # A first step had no start; what it searched from says nothing.
+    ratio = torch.where(state.start[0] <= 0, _NO_START[1], ratio)
+    return replace(state, start=torch.stack([accepted.threshold.double() * ratio, ratio]))
 
 
 def moved(
@@ -381,8 +326,8 @@ def moved(
     indices: Tensor,
     counts: Tensor,
     loads: Tensor,
-    least: int = 1,
-    turn: int = 0,
+    step: int | Tensor,
+    count: int,
 ) -> PartitionState:
     """Return the state with borders that make loads equal, if borders move at all.
 
@@ -394,31 +339,31 @@ def moved(
         indices: (K,) what all workers selected, in the order of workers.
         counts: (R,) int64 how many of these each selected.
         loads: (R,) float64 how many each would have selected without a capacity.
-        least: Blocks that each partition keeps.
-        turn: The partition of worker 0.
+        step: Number of the step.
+        count: As in `PartitionRule.spans`.
     """
-    workers = len(counts)
-    if rule.diffusive:
-        # Loads come by worker, borders belong to partitions: undo the rotation.
-        cuts = diffuse(state.cuts.tolist(), loads.roll(turn).tolist())
-        return replace(state, cuts=torch.tensor(cuts))
-    if rule.memory is None or workers == 1:  # online
+    if not rule.moves:
         return state
+    if rule.memory is None:
+        # Loads come by worker, borders belong to partitions: undo the rotation.
+        by_part = loads.roll(int(step) % rule.workers if rule.rotate else 0)
+        cuts = diffuse(rule.borders(state.cuts, count).tolist(), by_part.tolist())
+        return replace(state, cuts=torch.tensor(cuts))
     # Nobody knows where the coordinates beyond a worker's capacity lie; assume that they are
     # distributed over blocks as the selected ones are.
     weights = whole_loads(loads / counts.clamp(min=1))
     owner = torch.repeat_interleave(
-        torch.arange(workers, device=counts.device), counts, output_size=len(indices)
+        torch.arange(rule.workers, device=counts.device), counts, output_size=len(indices)
     )
     # From all loads at once, not from those of neighbours: after a change, borders are right one
     # step later. The decaying sum smooths the few selections that a block has per step.
     new = torch.zeros(len(state.loads), dtype=torch.int64, device=counts.device)
     new.index_add_(0, indices // rule.blocks.size, weights[owner])
     total = new.double() / LOAD_UNIT + rule.memory * state.loads
-    return replace(state, loads=total, cuts=recut(total, workers, least))
+    return replace(state, loads=total, cuts=recut(total, rule.workers))
 
 
-def estimate_loads(counts: Tensor, offered: int | Tensor, candidates: Tensor) -> Tensor:
+def estimate_loads(counts: Tensor, offered: int, candidates: Tensor) -> Tensor:
     """Return how many coordinates above the threshold each worker had, capacity or not.
 
     A worker whose offers were all accepted may have had more. The other workers tell which share
@@ -426,7 +371,7 @@ def estimate_loads(counts: Tensor, offered: int | Tensor, candidates: Tensor) ->
 
     Args:
         counts: (R,) accepted offers of each worker.
-        offered: How many it made.
+        offered: How many each made.
         candidates: (R,) how many coordinates reached the start of its search.
 
     Returns:
@@ -435,8 +380,7 @@ def estimate_loads(counts: Tensor, offered: int | Tensor, candidates: Tensor) ->
     >>> estimate_loads(torch.tensor([10, 20, 20]), 20, torch.tensor([30, 60, 90]))
     tensor([10., 20., 30.], dtype=torch.float64)
     """
-    had = candidates.clamp(min=0)
-    below = (counts < offered) & (had > 0)
-    known = (had * below).sum()
+    below = (counts < offered) & (candidates > 0)
+    known = (candidates * below).sum()
     share = (counts * below).sum().double() / known.clamp(min=1)
-    return torch.maximum(counts.double(), torch.where(counts == offered, share * had, 0.0))
+    return torch.maximum(counts.double(), torch.where(counts == offered, share * candidates, 0.0))

@@ -37,8 +37,11 @@ from gradherd.sparsify.worker import Placement, Worker
 
 # Room for candidates, in multiples of k: more than the search is steered to.
 _ROOM = 6
-# Values that the first step looks at for a threshold.
-_SAMPLES = 1 << 16
+# Values that the first step looks at for a threshold, and the distance between two, modulo D: a
+# prime above all D takes none twice, and no pattern of rows and columns has this period.
+_SAMPLES, _STRIDE = 1 << 16, 2_654_435_761
+# The smallest float32 above zero.
+_LEAST_START = 2.0**-149
 # Steps that are launched one by one before anything is captured: Triton compiles and libraries
 # allocate in their first calls, which a capture does not allow.
 _LAUNCHED_FIRST = 3
@@ -62,7 +65,8 @@ def has_fixed_shapes(worker: Worker) -> bool:
     if not isinstance(method, Partitioned) or settings.momentum or not worker.sparse:
         return False
     k = target_count(max(settings.density(0), method.density), worker.sparse)
-    return method.threshold == "consensus" and method.rule(worker.sparse).fits(k, worker.size)
+    rule = method.rule(worker.sparse, worker.size)
+    return method.threshold == "consensus" and not rule.diffusive and rule.offers(k) > 0
 
 
 class StepTensors(NamedTuple):
@@ -87,7 +91,7 @@ class GpuSteps:
     def __init__(self, worker: Worker) -> None:
         method, device = worker.settings.method, worker.feedback.residual.device
         assert isinstance(method, Partitioned)
-        self._worker, self._rule = worker, method.rule(worker.sparse)
+        self._worker, self._rule = worker, method.rule(worker.sparse, worker.size)
         self._bad = torch.zeros(1, dtype=torch.int32, device=device)
         self._threshold = torch.zeros((), device=device)
         self._unit = torch.ones((), device=device)
@@ -110,8 +114,8 @@ class GpuSteps:
         # By coordinates, not by positions: a resumed run must find the same threshold although its
         # buckets are not rebuilt yet.
         count = min(worker.sparse, _SAMPLES)
-        spaced = torch.arange(count, device=residual.device) * worker.sparse // count
-        self._sample = placement.positions(spaced)
+        spread = torch.arange(count, device=residual.device) * _STRIDE % worker.sparse
+        self._sample = placement.positions(spread)
         self._turn = 0  # which of the two vectors is the residual
         # Views of each bucket, made once: making them takes longer than launching a kernel.
         spans = list(zip(placement.begins, placement.lengths, strict=True))
@@ -248,23 +252,20 @@ class GpuSteps:
         worker, form = self._worker, self._worker.settings.values
         context = StepContext(0, worker.rank, worker.size, compact=form in VALUE_BITS)
         state, acc, counters = worker.state, worker.feedback.acc, worker.counters
-        offers, count = self._offers(k), self._rule.offers(k, worker.size)
-        # From anywhere in the vector: the host does not know where partitions begin.
-        reach, compact = worker.sparse, context.compact
+        step, compact = counters[0], context.compact
+        count = self._rule.offers(k)
+        spans = self._rule.spans(state.cuts, step, count)
+        first, end = spans.firsts[worker.rank], spans.ends[worker.rank]
+        own = self._offers(k, first, end)
         if worker.size == 1:
             finite = self._bad[0] == 0
-            indices, bits = offers.indices[None], consensus.leading_bits(offers.magnitudes)[None]
-            candidates = offers.candidates[None]
+            offers = consensus.Offers(*(one.unsqueeze(0) for one in own))
         else:
-            message = consensus.pack(offers.indices, offers.magnitudes, reach, compact)
-            own = torch.stack([self._bad[0], offers.candidates])
-            headers: Tensor = yield AllGather(torch.cat([own, message]))
+            message = consensus.pack(own, spans.reach, compact)
+            headers: Tensor = yield AllGather(torch.cat([self._bad, message]))
             finite = (headers[:, 0] == 0).all()
-            candidates = headers[:, 1]
-            indices, bits = consensus.unpack(headers[:, 2:], count, reach, compact)
-        accepted, new = consensus.accept_offers(
-            self._rule, state, (indices, bits), candidates, k, offered=count, exact=False
-        )
+            offers = consensus.unpack(headers[:, 1:], count, spans, compact)
+        accepted, new = consensus.accept_offers(self._rule, state, offers, k, step)
         always = self._placement.always
         at = torch.cat([self._placement.positions(accepted.indices), always])
         total, error, _ = yield from sum_values(acc[at], len(always), context, form)
@@ -275,33 +276,41 @@ class GpuSteps:
         self._outcome = StepTensors(accepted.counts, accepted.threshold, ok, k)
         self._clear()
 
-    def _offers(self, k: int) -> consensus.Offers:
-        """Return this worker's offers."""
-        worker, rule, placement = self._worker, self._rule, self._placement
-        state, acc = worker.state, worker.feedback.acc
+    def _offers(self, k: int, first: Tensor, end: Tensor) -> consensus.Offers:
+        """Return this worker's offers from its partition of coordinates [first, end)."""
+        worker, placement = self._worker, self._placement
+        acc, count = worker.feedback.acc, self._rule.offers(k)
         room = min(len(acc), _ROOM * k + 64)
         # If a sudden change has made the start useless, search again from a better one. The kernel
         # that does this returns at once otherwise.
-        wanted = state.start[0].float()
+        wanted = worker.state.start[0].float()
         found = kernels.count_marks(acc, wanted, self._marks)
         lost = wanted <= (torch.inf if self._remark else 0)
         lost = lost | (found > room) | (4 * found < 7 * k)
-        start = torch.where(
-            lost, consensus.search_start(acc[self._sample], k / worker.sparse), wanted
-        )
+        start = torch.where(lost, self._sampled_start(k), wanted)
         kernels.mark_if(lost, acc, start, self._marks)
         positions, total = kernels.marked(acc, start, self._marks, room)
-        firsts, ends = consensus.worker_spans(rule, state.cuts, worker.counters[0], worker.size)
-        own = firsts[worker.rank], ends[worker.rank]
-        spare = consensus.reserve_of(own, rule.offers(k, worker.size))
-        return consensus.make_offers(
-            (placement.coordinates(positions), acc[positions].abs()),
-            total,
-            start,
-            (spare, acc[placement.positions(spare)].abs()),
-            own,
-            wanted,
-        )
+        places, magnitudes = placement.coordinates(positions) - first, acc[positions].abs()
+        fits, length = total <= room, end - first
+        mine = fits & (torch.arange(room, device=acc.device) < total)
+        mine &= (places >= 0) & (places < length)
+        candidates = (mine & (magnitudes >= wanted)).sum().int() * (wanted > 0)
+        # Where too few reach the start, evenly spaced coordinates fill up: the host cannot search
+        # again. Those of them that reach the start are candidates already.
+        spare = torch.arange(count, device=acc.device) * length // count
+        spares = acc[placement.positions(first + spare)].abs()
+        spares = torch.where(fits & (spares >= start), -1.0, spares)
+        # Clamped for steps that are called off: with NaN, what is not there may be chosen.
+        every = torch.cat([places, spare]).clamp_(min=0).minimum(length - 1)
+        keys = torch.cat([torch.where(mine, magnitudes, -1.0), spares])
+        return consensus.make_offers(every, keys, candidates, count)
+
+    def _sampled_start(self, k: int) -> Tensor:
+        """Return a () magnitude that about 4k coordinates reach."""
+        sample = self._worker.feedback.acc[self._sample].abs()
+        rank = min(len(sample), 4 * k * len(sample) // self._worker.sparse + 16)
+        # Above zero, or all zeros would be candidates where fewer values are not: there is no room.
+        return sample.topk(rank).values[-1].float().clamp(min=_LEAST_START)
 
     def _finish(
         self, at: Tensor, mean: Tensor, error: Tensor | None, ok: Tensor, flats: Sequence[Tensor]

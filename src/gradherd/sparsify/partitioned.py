@@ -11,7 +11,7 @@ recut from the loads of single blocks. MiCRO: Yoon and Oh, "MiCRO: Near-Zero Cos
 Sparsification for Scaling and Accelerating Distributed DNN Training", HiPC 2023, arXiv:2310.00967.
 The predecessor of ExDyna: its borders never move, so loads depend on the gradients alone.
 
-Letters: D coordinates, R workers, M offers of a worker, K coordinates that all of them select.
+Letters: D coordinates, R workers, K coordinates that all of them select.
 """
 
 import math
@@ -19,11 +19,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gradherd.comm.checks import check_choice, check_in, check_whole
@@ -32,7 +30,7 @@ from gradherd.sparsify import consensus
 from gradherd.sparsify.consensus import PartitionRule, PartitionState
 from gradherd.sparsify.kernels import indices_above, topk_indices
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY, EXDYNA_CAPACITY
-from gradherd.sparsify.partitions import Blocks
+from gradherd.sparsify.partitions import Blocks, even_cuts
 from gradherd.sparsify.selecting import gather_indices
 from gradherd.sparsify.selector import Proposal, Selection, Selector, Step, check_density
 
@@ -87,12 +85,12 @@ class Partitioned(Selector):
         check_choice("threshold", self.threshold, "consensus", "online")
 
     @abstractmethod
-    def rule(self, dim: int) -> PartitionRule:
-        """Return how `dim` coordinates are cut into partitions."""
+    def rule(self, dim: int, workers: int) -> PartitionRule:
+        """Return how `dim` coordinates are cut into partitions of so many workers."""
 
     def begin(self, dim: int, workers: int, layers: Sequence[int]) -> PartitionState:
         """Start with partitions of equal size, one for each worker."""
-        return PartitionState.first(self.rule(dim), workers)
+        return PartitionState.first(self.rule(dim, workers))
 
     @property
     def agrees_alone(self) -> bool:
@@ -102,124 +100,71 @@ class Partitioned(Selector):
     def propose(self, step: Step) -> Proposal:
         """Search this worker's partition.
 
-        By consensus, the header holds the number of candidates and the offers; online, it holds
-        the number of selected coordinates.
+        By consensus, the header holds the offers; online, the number of selected coordinates.
         """
-        # Nothing to choose. All workers have the same k and D, so all headers are empty.
-        if step.k >= step.dim:
+        rule, count = self._rule_and_count(step)
+        # All workers have the same k and D, so all headers are empty.
+        if not count:
             return Proposal.without_header(step)
-        plan = self._plan(step)
-        first, end = plan.spans[step.rank]
+        spans = _spans(rule, tuple(step.state.cuts.tolist()), step.number % step.size, count)
+        first, end = int(spans.firsts[step.rank]), int(spans.ends[step.rank])
         part = step.acc[first:end]
         # Nowhere, if the search has no start yet.
-        candidates = indices_above(part, self._start(step) or math.inf)
-        count = torch.tensor([len(candidates)], dtype=torch.int32, device=part.device)
+        chosen = indices_above(part, self._start(step) or math.inf)
         if self.threshold == "consensus":
-            offers = largest(part, candidates, plan.offered[step.rank], plan.most)
-            return Proposal(torch.cat([count, consensus.pack(*offers, plan.reach, step.compact)]))
-        if not len(candidates) and len(part):
+            candidates = torch.tensor(len(chosen), dtype=torch.int32, device=part.device)
+            if len(chosen) < count:
+                # The first step, or the start was too high for this partition: search all of it.
+                chosen = topk_indices(part, count)
+            offers = consensus.make_offers(chosen, part[chosen].abs(), candidates, count)
+            return Proposal(consensus.pack(offers, spans.reach, step.compact), spans)
+        if not len(chosen) and len(part):
             # As published: every worker selects at least one coordinate, whichever it is.
-            candidates = torch.tensor([step.number % len(part)], device=part.device)
-        return Proposal(torch.full_like(count, len(candidates)), first + candidates)
+            chosen = torch.tensor([step.number % len(part)], device=part.device)
+        header = torch.tensor([len(chosen)], dtype=torch.int32, device=part.device)
+        return Proposal(header, (spans, first + chosen))
 
     def agree(self, step: Step, own: Any, headers: Tensor) -> Script[Selection]:
         """Agree on the selection, and move the borders."""
-        plan, state = self._plan(step), step.state
-        if step.k < step.dim and self.threshold == "consensus":
-            return self._accept(step, plan, headers)
-        if step.k < step.dim:
-            counts, threshold = headers[:, 0], self._start(step)
-            indices = yield from gather_indices(own, counts.tolist(), plan.spans, step)
-            following = next_threshold(threshold, int(counts.sum()), step.k)
-            state = replace(state, start=torch.tensor([following, 1.0], dtype=torch.float64))
-        else:
-            # The start stays: a step of a warm-up from density 1 says nothing about a threshold.
-            counts, threshold = torch.tensor(plan.lengths), 0.0
-            indices = step.everything()
+        rule, count = self._rule_and_count(step)
+        if not count:
+            # No worker selects anything here; equal shares keep the padding metric at 1. The state
+            # stays: a step of a warm-up from density 1 says nothing about a threshold.
+            cuts = torch.tensor(even_cuts(step.dim, step.size))
+            return Selection(step.everything(), cuts.diff().tolist(), step.state, 0.0)
+        if self.threshold == "consensus":
+            # On the CPU, where the headers are.
+            offers = consensus.unpack(headers, count, own, step.compact)
+            accepted, state = consensus.accept_offers(rule, step.state, offers, step.k, step.number)
+            chosen = accepted.indices.to(step.acc.device, non_blocking=True)
+            return Selection(chosen, accepted.counts.tolist(), state, float(accepted.threshold))
+        (firsts, ends, _), chosen = own
+        counts, threshold = headers[:, 0], self._start(step)
+        spans = list(zip(firsts.tolist(), ends.tolist(), strict=True))
+        indices = yield from gather_indices(chosen, counts.tolist(), spans, step)
+        following = next_threshold(threshold, int(counts.sum()), step.k)
+        start = torch.tensor([following, 1.0], dtype=torch.float64)
         state = consensus.moved(
-            plan.rule, state, indices.cpu(), counts, counts.double(), turn=plan.turn
-        )
+            rule, replace(step.state, start=start), indices.cpu(), counts, counts.double(),
+            step.number, count,
+        )  # fmt: skip
         return Selection(indices, counts.tolist(), state, threshold)
 
-    def _accept(self, step: Step, plan: "_PartitionPlan", headers: Tensor) -> Selection:
-        """Accept the largest offers in the headers, on the CPU."""
-        candidates = headers[:, 0]
-        indices, bits = consensus.unpack(headers[:, 1:], plan.most, plan.reach, step.compact)
-        indices += torch.tensor([[first] for first, _ in plan.spans])
-        offered = torch.tensor(plan.offered)
-        if min(plan.offered) < plan.most:
-            bits = torch.where(torch.arange(plan.most) < offered.unsqueeze(1), bits, -1)
-        accepted, state = consensus.accept_offers(
-            plan.rule, step.state, (indices, bits), candidates, step.k,
-            offered=offered, exact=True, turn=plan.turn,
-        )  # fmt: skip
-        chosen = accepted.indices.to(step.acc.device, non_blocking=True)
-        return Selection(chosen, accepted.counts.tolist(), state, float(accepted.threshold))
+    def _rule_and_count(self, step: Step) -> tuple[PartitionRule, int]:
+        """Return the partitions, and how many each worker selects at least; 0 is everything."""
+        rule = self.rule(step.dim, step.size)
+        online = int(step.k < step.dim)
+        return rule, rule.offers(step.k) if self.threshold == "consensus" else online
 
     def _start(self, step: Step) -> float:
         """Return where the search starts; 0 is nowhere yet."""
         start = float(step.state.start[0])
         return start if start > 0 or self.threshold == "consensus" else first_threshold(step.k)
 
-    def _plan(self, step: Step) -> "_PartitionPlan":
-        rule, cuts = self.rule(step.dim), tuple(step.state.cuts.tolist())
-        return _partition_plan(rule, step.k, cuts, step.number % step.size if rule.rotate else 0)
 
-
-class _PartitionPlan(NamedTuple):
-    """What all workers know of a step beforehand."""
-
-    rule: PartitionRule
-    turn: int
-    """The partition of worker 0; worker 1 has the next."""
-    spans: list[tuple[int, int]]
-    """The coordinates [first, end) from which each worker selects."""
-    lengths: list[int]
-    """How many these are."""
-    most: int
-    """M. Offers that a short partition lacks are filled up, and left out by all workers."""
-    offered: list[int]
-    """How many coordinates each worker offers."""
-    reach: int
-    """Length of the longest partition: headers must have the same length everywhere."""
-
-
-@lru_cache(maxsize=8)  # It is asked for twice in a step, by each worker of a process.
-def _partition_plan(
-    rule: PartitionRule, k: int, cuts: tuple[int, ...], turn: int
-) -> _PartitionPlan:
-    # Partitions rotate, as in the papers: what is large on another worker only waits at most
-    # R - 1 steps for that worker to search its partition.
-    spans = list(pairwise(rule.blocks.bounds(cuts)))
-    spans = [*spans[turn:], *spans[:turn]]
-    lengths = [end - first for first, end in spans]
-    most = consensus.capacity(rule.capacity, k, lengths)
-    offered = [min(most, length) for length in lengths]
-    return _PartitionPlan(rule, turn, spans, lengths, most, offered, max(lengths))
-
-
-def largest(part: Tensor, candidates: Tensor, count: int, most: int) -> tuple[Tensor, Tensor]:
-    """Return (M,) ascending places of the largest of (n,) values, and their (M,) magnitudes.
-
-    Args:
-        part: The values of a partition.
-        candidates: Ascending places in it that hold the largest values, if they are enough.
-        count: How many to return, at most n.
-        most: M; what `count` lacks is filled up.
-    """
-    if len(candidates) < count:
-        # The first step, or the start was too high for this partition: search all of it.
-        candidates = topk_indices(part, count)
-    elif len(candidates) > count:
-        # In ascending order again: messages store offers page by page.
-        top = part[candidates].abs().topk(count, sorted=False).indices
-        candidates = candidates[top.sort().values]
-    magnitudes = part[candidates].abs()
-    if count < most:
-        more = (0, most - count)
-        candidates = F.pad(candidates, more, value=int(candidates[-1]) if count else 0)
-        magnitudes = F.pad(magnitudes, more)
-    return candidates, magnitudes
+@lru_cache(maxsize=8)  # Each worker of a process asks for them.
+def _spans(rule: PartitionRule, cuts: tuple[int, ...], turn: int, count: int) -> consensus.Spans:
+    return rule.spans(torch.tensor(cuts), turn, count)
 
 
 @dataclass(frozen=True)
@@ -252,11 +197,11 @@ class ExDyna(Partitioned):
         check_in("[0, 1)", memory=self.memory)
         check_choice("rotate", self.rotate, True, False)
 
-    def rule(self, dim: int) -> PartitionRule:
+    def rule(self, dim: int, workers: int) -> PartitionRule:
         """Return partitions of whole blocks."""
         memory = self.memory if self.balance == "recut" else None
         diffusive, blocks = self.balance == "diffusive", Blocks.of(dim, self.blocks)
-        return PartitionRule(self.capacity, blocks, memory, self.rotate, diffusive)
+        return PartitionRule(workers, self.capacity, blocks, memory, self.rotate, diffusive)
 
 
 @dataclass(frozen=True)
@@ -272,6 +217,6 @@ class Micro(Partitioned):
     capacity: float = 2.0
     """As for `ExDyna`."""
 
-    def rule(self, dim: int) -> PartitionRule:
+    def rule(self, dim: int, workers: int) -> PartitionRule:
         """Return even partitions, in single coordinates: no borders move, so no blocks."""
-        return PartitionRule(self.capacity, Blocks(dim, 1))
+        return PartitionRule(workers, self.capacity, Blocks(dim, 1))

@@ -72,34 +72,38 @@ def whole_loads(loads: Tensor) -> Tensor:
     return (loads * LOAD_UNIT).round().long()
 
 
-def recut(loads: Tensor, parts: int, least: int = 1) -> Tensor:
+def recut(loads: Tensor, parts: int) -> Tensor:
     """Return the (R + 1,) borders, in blocks, that come closest to equal loads.
 
-    Args:
-        loads: (NB,) float64 loads of the blocks.
-        parts: R.
-        least: Blocks that each partition has at least, if there are enough: a worker without any
-            could select nothing.
+    Takes (NB,) float64 loads of the blocks.
 
-    >>> recut(torch.tensor([8.0, 1.0, 1.0, 1.0, 1.0]), 3).tolist()
-    [0, 1, 2, 5]
+    >>> recut(torch.tensor([8.0, 1.0, 1.0, 1.0, 1.0]), 2).tolist()
+    [0, 1, 5]
     """
     blocks = len(loads)
     every = torch.arange(parts + 1, device=loads.device)
-    # `even_cuts`, on the device: a copy from the host would wait.
-    even = every * (blocks // parts) + every.clamp(max=blocks % parts)
-    if least * parts > blocks:
-        return even
     before = torch.nn.functional.pad(whole_loads(loads).cumsum(0), (1, 0))
-    number = every[1:-1]
-    targets = before[-1] * number // parts
+    targets = before[-1] * every[1:-1] // parts
     right = torch.searchsorted(before, targets).clamp_(1, blocks)
     nearer = (targets - before[right - 1]) < (before[right] - targets)
-    wanted = right - nearer.long()
+    # `even_cuts`, on the device: a copy from the host would wait.
+    even = every * (blocks // parts) + every.clamp(max=blocks % parts)
+    cuts = torch.cat([even[:1], right - nearer.long(), even[-1:]])
+    return torch.where(before[-1] > 0, cuts, even)
+
+
+def apart(cuts: Tensor, least: int) -> Tensor:
+    """Return (R + 1,) borders with at least `least` blocks between any two of them.
+
+    There must be as many blocks: a worker that has too few coordinates could not select its share.
+
+    >>> apart(torch.tensor([0, 1, 1, 6]), 2).tolist()
+    [0, 2, 4, 6]
+    """
+    number = torch.arange(len(cuts), device=cuts.device)
     # Each at least `least` after the one before: a running maximum of how far they are behind that.
-    apart = (wanted - number * least).cummax(0).values.clamp(min=0) + number * least
-    inner = torch.minimum(apart, blocks - (parts - number) * least)
-    return torch.where(before[-1] > 0, torch.cat([even[:1], inner, even[-1:]]), even)
+    moved = (cuts - number * least).cummax(0).values + number * least
+    return torch.minimum(moved, cuts[-1] - (len(cuts) - 1 - number) * least)
 
 
 def diffuse(cuts: Sequence[int], loads: Sequence[float]) -> list[int]:
