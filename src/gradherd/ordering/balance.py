@@ -298,11 +298,6 @@ class DeviceSigner:
         self._blocks: dict[int, _Block] = {}
         self._stream: torch.cuda.Stream | None = None
 
-    def fits(self, rows: Tensor) -> bool:
-        """Say whether it can sign rows (b, M, D)."""
-        own = self.running
-        return own.shape == rows.shape[1:] and fast_form(rows, own) is not None
-
     def sign(self, rows: Tensor, state: Any) -> Tensor | None:
         """Sign rows (b, M, D) and add them up; arguments and result as in `sign_on_device`."""
         parts = rows.split(self._most)
@@ -397,9 +392,11 @@ def sign_on_device(rule: SignRule, rows: Tensor, state: Any) -> Tensor | None:
     """
     if not rows.numel() or rows.device.type not in SIGNING_DEVICES or not isinstance(rule, Greedy):
         return None
-    if state.signer is None or not state.signer.fits(rows):
-        able = _rows_at_a_time(rows[0]) and fast_form(rows, rows[0]) is not None
-        state.signer = DeviceSigner(rows[0]) if able else None
+    own = rows[0] if state.signer is None else state.signer.running
+    if fast_form(rows, own) is None or not _rows_at_a_time(own):
+        state.signer = None
+    elif state.signer is None or own.shape != rows.shape[1:]:
+        state.signer = DeviceSigner(rows[0])
     return None if state.signer is None else state.signer.sign(rows, state)
 
 

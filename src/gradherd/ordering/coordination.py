@@ -197,13 +197,12 @@ class RowGatherer:
         self._waiting.append((claim, rows))
         # Counted per worker, also where the rows of all workers wait in one process: virtual
         # workers then send at the same points as real ranks, and count the same bytes.
-        elements = sum(waiting.shape[-2] * waiting.shape[-1] for _, waiting in self._waiting)
-        if len(self._waiting) >= self._every or elements >= _MAX_WAITING_ELEMENTS:
+        count = sum(waiting.shape[-2] for _, waiting in self._waiting)
+        is_full = len(self._waiting) >= self._every
+        is_full = is_full or count * rows.shape[-1] >= _MAX_WAITING_ELEMENTS
+        # Where nothing is sent, there is no latency to share; waiting would only take memory.
+        if is_full or (count >= ROWS_PER_BLOCK and self._policy_checks(rows)):
             self.send()
-        elif self._policy_checks(rows):
-            # Nothing is sent, so there is no latency to share; waiting would only take memory.
-            if sum(waiting.shape[-2] for _, waiting in self._waiting) >= ROWS_PER_BLOCK:
-                self.send()
 
     def send(self) -> None:
         """Begin to gather what has accumulated."""

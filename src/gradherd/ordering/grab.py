@@ -8,7 +8,7 @@ Shapes: b time steps of a call, M workers, D columns.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -46,11 +46,11 @@ class GraB(SignPolicy):
     GraB(rule=Greedy())
     """
 
-    def new_state(
-        self, sizes: tuple[int, ...], epoch: int, previous: MeanState | None
-    ) -> MeanState:
+    state: ClassVar[type[SignState]] = MeanState
+
+    def new_state(self, sizes: tuple[int, ...], epoch: int, previous: Any) -> Any:
         """Take over the mean of the rows that the previous epoch observed."""
-        state = self._begun(MeanState(sizes, epoch), previous)
+        state = super().new_state(sizes, epoch, previous)
         if previous is None:
             return state
         state.mean = previous.mean
@@ -79,10 +79,9 @@ class GraB(SignPolicy):
         if late:
             state.late.append((state.steps, signs.clone()))
         else:
-            sides = signs * seen  # also 0 where the row was not finite
-            state.note_signs(sides, seen, steps)
+            state.place(state.steps, signs, seen)
             # The next mean is that of the raw rows. OrderedSampler of the GraB authors centres in
             # place first; its mean is then the change of the mean, about zero every second epoch.
-            state.total = state.total + masked(own, sides != 0).sum(0)
-            state.sides[state.steps : state.steps + steps] = sides
+            # A row that is not finite has no sign.
+            state.total = state.total + masked(own, seen & (signs != 0)).sum(0)
         state.steps += steps

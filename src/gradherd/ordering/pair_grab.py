@@ -19,7 +19,6 @@ no rank needs all gradients for it: inner products of shards are summed (see `ba
 Shapes: b time steps of a call, M workers, K pairs, D columns.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState, all_seen
+from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState
 from gradherd.ordering.random import SeededRandom
 
 
@@ -89,15 +88,13 @@ def take_pairs(state: PairState, rows: Blocks, seen: Tensor) -> Pairs:
     first, count = state.steps // 2, len(seen)
     _place_odd_units(state, seen)
     state.steps += count
-    if count and not count % 2 and state.pending is None and bool(seen.all()):
-        # Whole pairs of batches of even size, all of them seen: the usual case, at every step.
-        return Pairs(first, _differences(rows), all_seen(count // 2, seen.shape[1]))
     parts, masks = [], []
     if state.pending is not None and count:
         assert state.pending_seen is not None
         # In place, since `pending` is a copy of our own. First minus second; published code
         # also has second minus first, which only changes the sign of the running sum.
-        for own, block in _side_by_side(state.pending, rows):
+        widths = [block.shape[-1] for block in rows]
+        for own, block in zip(state.pending.split(widths, -1), rows, strict=True):
             own.sub_(block[0])
         parts.append(state.pending.unsqueeze(0))
         masks.append((state.pending_seen & seen[0]).unsqueeze(0))
@@ -126,12 +123,6 @@ def _differences(rows: Blocks) -> Tensor:
     return diffs[0] if len(diffs) == 1 else torch.cat(diffs, -1)
 
 
-def _side_by_side(whole: Tensor, rows: Blocks) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the columns of `whole` that belong to each block, and the block."""
-    widths = [block.shape[-1] for block in rows]
-    return zip(whole.split(widths, -1), rows, strict=True)
-
-
 def _copied(state: PairState, row: Blocks, fresh: bool) -> Tensor:
     """Return a copy of an (M, D) row, in the buffer of the pending rows before unless `fresh`.
 
@@ -143,9 +134,7 @@ def _copied(state: PairState, row: Blocks, fresh: bool) -> Tensor:
     alike = (shape, one.dtype, one.device)
     if fresh or buffer is None or (buffer.shape, buffer.dtype, buffer.device) != alike:
         buffer = one.new_empty(shape)
-    for own, block in _side_by_side(buffer, row):
-        own.copy_(block)
-    return buffer
+    return torch.cat(row, -1, out=buffer)
 
 
 def _place_odd_units(state: PairState, seen: Tensor) -> None:
@@ -161,19 +150,6 @@ def _place_odd_units(state: PairState, seen: Tensor) -> None:
             state.sides[size - 1, worker] = 1
 
 
-def place_pairs(state: PairState, pairs: Pairs, signs: Tensor) -> None:
-    """Write the (K, M) signs of pairs as sides: + sends the first of the two to the front."""
-    if not pairs.seen.all():
-        signs = signs * pairs.seen
-    state.note_signs(signs, pairs.seen, 2 * len(signs))
-    begin, end = 2 * pairs.first, 2 * (pairs.first + len(signs))
-    # Where a pair is not complete the sides stay as they are: 0 (both units keep their positions),
-    # or that of an odd unit.
-    firsts, seconds = state.sides[begin:end:2], state.sides[begin + 1 : end : 2]
-    firsts.copy_(torch.where(pairs.seen, signs, firsts))
-    seconds.copy_(torch.where(pairs.seen, -signs, seconds))
-
-
 @lru_cache(maxsize=8)
 def _both_sides(device: torch.device) -> Tensor:
     return torch.tensor([[1], [-1]], dtype=torch.int8, device=device)
@@ -187,12 +163,8 @@ class PairGraB(SignPolicy):
     PairGraB(rule=Greedy())
     """
 
-    state: ClassVar[type[PairState]] = PairState
+    state: ClassVar[type[SignState]] = PairState
     steps_per_vector: ClassVar[int] = 2
-
-    def new_state(self, sizes: tuple[int, ...], epoch: int, previous: Any) -> Any:
-        """Start from zero: nothing of the previous epoch is used."""
-        return self._begun(self.state(sizes, epoch), previous)
 
     def observe(self, state: Any, rows: Rows, seen: Tensor, random: SeededRandom) -> Script[None]:
         """Sign the pairs that the rows complete; arguments as in `Policy.observe`."""
@@ -209,12 +181,12 @@ class PairGraB(SignPolicy):
         signs, late = yield from self._sign(
             state, pairs.diffs, pairs.seen, pairs.first, random, sharded=sharded
         )
+        # + sends the first of a pair to the front. In one launch, as at every step.
+        sides = (signs.unsqueeze(1) * _both_sides(signs.device)).flatten(0, 1)
         if late:
-            # The second of a pair has the other side. In one launch, as at every step.
-            sides = signs.unsqueeze(1) * _both_sides(signs.device)
-            state.late.append((2 * pairs.first, sides.flatten(0, 1)))
+            state.late.append((2 * pairs.first, sides))
         else:
-            place_pairs(state, pairs, signs)
+            state.place(2 * pairs.first, sides, pairs.seen.repeat_interleave(2, 0))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
 import torch
@@ -176,22 +176,27 @@ class SignState(EpochState):
         # Sides start at 0: a unit whose row never arrives keeps its position.
         self.sides = torch.zeros((self.length, len(self.sizes)), dtype=torch.int8)
 
-    def note_signs(self, signs: Tensor, seen: Tensor, steps: int) -> None:
-        """Count time steps whose vectors were seen, but have no sign: they are not finite."""
-        if signs.any():
+    def place(self, first: int, sides: Tensor, seen: Tensor) -> None:
+        """Note the (b, M) sides of the time steps from `first` on, where vectors were seen.
+
+        The others stay as they are: 0, where units keep their place, or that of an odd unit. Time
+        steps that were seen but have no sign are counted: they are not finite.
+        """
+        own = self.sides[first : first + len(sides)]
+        own.copy_(torch.where(seen, sides, own))
+        if (sides * seen).any():
             self.broken = 0
         elif seen.any():
-            self.broken += steps
+            self.broken += len(sides)
 
     def sync_sides(self) -> None:
         """Copy sides from the GPU, which takes until it has computed all of them."""
         late, self.late = self.late, []
         if late:
             firsts, parts = zip(*late, strict=True)
-            sides = torch.cat(parts).cpu()
-            for first, part in zip(firsts, sides.split([*map(len, parts)]), strict=True):
-                self.sides[first : first + len(part)] = part
-            self.note_signs(sides, all_seen(1, 1), len(sides))
+            sides = torch.cat(parts).cpu().split([*map(len, parts)])
+            for first, part in zip(firsts, sides, strict=True):
+                self.place(first, part, all_seen(1, 1))
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all fields, as tensors and integers."""
@@ -260,9 +265,6 @@ class Policy(ABC):
         """
 
 
-S = TypeVar("S", bound=SignState)
-
-
 @dataclass(frozen=True)
 class SignPolicy(Policy):
     """What orders that sign rows have in common: a rule, and units that move to their side."""
@@ -271,6 +273,8 @@ class SignPolicy(Policy):
     """How signs are decided."""
 
     leaves_out_broken_rows: ClassVar[bool] = True
+    state: ClassVar[type[SignState]]
+    """Kind of the state."""
     shared: ClassVar[bool] = False
     """Whether the vectors of all workers are signed in one stream."""
     steps_per_vector: ClassVar[int] = 1
@@ -282,8 +286,9 @@ class SignPolicy(Policy):
             got = rule.__name__ if isinstance(rule, type) else repr(rule)
             raise ValueError(f"rule must be a sign rule such as Greedy(), got {got}")
 
-    def _begun(self, state: S, previous: S | None) -> S:
+    def new_state(self, sizes: tuple[int, ...], epoch: int, previous: Any) -> Any:
         """Return a new state, with the rule's carry for all vectors of each stream."""
+        state = self.state(sizes, epoch)
         counts = [size // self.steps_per_vector for size in state.sizes]
         streams, vectors = (1, sum(counts)) if self.shared else (len(counts), max(counts))
         carry = torch.tensor(self.rule.start(vectors, state.epoch), dtype=torch.float64)

@@ -347,12 +347,9 @@ class Capture:
         total = total[:examples]
         # In the order of the backward, in which layers that are not apart were added.
         for key, rows in arrived.items():
-            if key in self._layout:
-                self._add(total, self._layout[key], rows[:examples])
-            elif key in self._sketched:
-                layer, one = self._sketched[key]
-                if not layer.is_idle:
-                    self._add(total, one, rows[:examples])
+            layer, one = self._sketched.get(key, (None, self._layout.get(key)))
+            if one is not None and not (layer and layer.is_idle):
+                self._add(total, one, rows[:examples])
         for name in self._whole:
             parts = [rows for _, rows in arrived_rows(self._uses[name], arrived)]
             if not parts or name in self._check.left_out:

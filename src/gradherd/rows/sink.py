@@ -29,7 +29,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gradherd.rows.open_backward import OpenBackward
 from gradherd.rows.sketch import has_kernels
 from gradherd.torch_names import (
     call_after_backward,
@@ -264,7 +263,7 @@ class SinkPool:
             with torch.no_grad():
                 self.read(layer, use, inputs, grads.detach(), saved, parameter)
             return
-        backward = self._open.get(current_backward()) or self._begin_backward()
+        backward = self._this_backward()
         if parameter is not None and backward.handle is None:
             backward.watch(parameter)
         if use[3] and self.has_kernels and layer.compiles:
@@ -276,12 +275,8 @@ class SinkPool:
                 plan, (key, width, start) = planned
                 use = (*use[:3], False, use[4])
                 table = backward.table(stream, key, width)
-                if examples > table.length:
-                    table.room(examples)
-                if plan.scratch > table.scratch_size:
-                    table.make_scratch(plan.scratch)
-                out = table.address + start * self.like.itemsize
-                plan.run(stream, at, grads_at, out, table.scratch_address)
+                out = table.room(examples).data_ptr() + start * self.like.itemsize
+                plan.run(stream, at, grads_at, out, table.scratch(plan.scratch))
                 backward.sizes.add(examples)
         if not (use[3] or use[4]):
             return
@@ -301,11 +296,13 @@ class SinkPool:
         if grads.requires_grad:
             grads.register_hook(note)
 
-    def _begin_backward(self) -> OpenBackward:
+    def _this_backward(self) -> "OpenBackward":
+        """Return what the backward that runs has brought so far."""
         task = current_backward()
-        found = self._open[task] = OpenBackward(self.examples, self.like)
-        call_after_backward(partial(self._end, task))
-        return found
+        if task not in self._open:
+            self._open[task] = OpenBackward(self.examples, self.like)
+            call_after_backward(partial(self._end, task))
+        return self._open[task]
 
     def _end(self, task: int) -> None:
         """Take what has waited for the end of a backward."""
@@ -322,13 +319,17 @@ class SinkPool:
                 rows, before = table.room(0), self.arrived.get(key)
                 if stream != self._stream():  # for which autograd has had this one wait
                     rows.record_stream(torch.cuda.current_stream(rows.device))
-                self.arrived[key] = rows if before is None else _sum(before, rows)
+                if before is not None:
+                    # They are of different length only in a step that will be refused.
+                    least = min(len(before), len(rows))
+                    rows = before[:least] + rows[:least]
+                self.arrived[key] = rows
 
     def _arrive(self, at: int, slot: int, sink: Tensor) -> None:
         """Take the rows of a compiled layer, which autograd has brought to its sink."""
         layer, rows, sink.grad = self.layers[at], sink.grad, None
         assert rows is not None
-        backward = self._open.get(current_backward()) or self._begin_backward()
+        backward = self._this_backward()
         backward.accumulates = True
         key, width, start = layer.place(slot)
         # A graph of CUDA writes its next results to the same place.
@@ -337,8 +338,7 @@ class SinkPool:
     def _signalled(self, signal: Tensor) -> None:
         """Note that a backward accumulates gradients."""
         signal.grad = None
-        backward = self._open.get(current_backward()) or self._begin_backward()
-        backward.accumulates = True
+        self._this_backward().accumulates = True
 
     def batch_now(self) -> Any:
         """Return the examples of the forward that runs; None outside of forwards."""
@@ -361,12 +361,77 @@ class SinkPool:
             self._open.pop(task).unwatch()
 
 
-def _sum(one: Tensor, other: Tensor) -> Tensor:
-    """Add rows; they are of different length only in a step that will be refused."""
-    most = max(len(one), len(other))
-    if len(one) != len(other):
-        one, other = (F.pad(each, (0, 0, 0, most - len(each))) for each in (one, other))
-    return one + other
+class Table:
+    """Rows (B, N) that layers add to, of one stream."""
+
+    def __init__(self, examples: int, width: int, like: Tensor) -> None:
+        """Begin without rows.
+
+        Args:
+            examples: B.
+            width: N.
+            like: A tensor of the rows' dtype and device.
+        """
+        self._examples, self._width, self._like = examples, width, like
+        self._rows: Tensor | None = None
+        self._scratch = like.new_empty(0, dtype=torch.uint8)
+
+    def room(self, examples: int) -> Tensor:
+        """Return the rows: B, or more in a step that will be refused."""
+        if self._rows is None or examples > len(self._rows):
+            self._rows = self._like.new_zeros(max(self._examples, examples), self._width)
+        return self._rows
+
+    def scratch(self, size: int) -> int:
+        """Return the address of so many bytes for what kernels of the stream leave each other."""
+        if size > len(self._scratch):
+            # Kernels before may still use the old ones: the stream is one.
+            self._scratch = self._scratch.new_empty(size)
+        return self._scratch.data_ptr()
+
+    def add(self, rows: Tensor, start: int, *, may_keep: bool = True) -> None:
+        """Add rows (n, ...) from a column on; they may be kept as they are, if they are all."""
+        is_all = rows.shape == (self._examples, self._width) and rows.dtype == self._like.dtype
+        if self._rows is None and is_all and may_keep:
+            self._rows = rows.contiguous()
+        else:
+            here = self.room(len(rows))[: len(rows), start : start + rows.shape[1]]
+            here.add_(rows)
+
+
+class OpenBackward:
+    """What a backward has brought so far: rows that wait until it is over."""
+
+    def __init__(self, examples: int, like: Tensor) -> None:
+        """Begin with nothing; see `Table`."""
+        self._examples, self._like = examples, like
+        self.tables: dict[tuple[int, str], Table] = {}
+        """By stream and key."""
+        self.sizes: set[int] = set()
+        """Numbers of examples of what was added; not by compiled layers."""
+        self.accumulates = False
+        """Whether it accumulates gradients, as `Tensor.backward` does."""
+        self.handle: Any = None
+        """Of the hook that tells so."""
+
+    def table(self, stream: int, key: str, width: int) -> Table:
+        """Return the rows of a stream and a key."""
+        found = self.tables.get((stream, key))
+        if found is None:
+            found = self.tables[stream, key] = Table(self._examples, width, self._like)
+        return found
+
+    def watch(self, parameter: Tensor) -> None:
+        """Note if the gradient of a parameter is accumulated; one is enough."""
+        self.handle = parameter.register_post_accumulate_grad_hook(self._accumulated)
+
+    def _accumulated(self, parameter: Tensor) -> None:
+        self.accumulates = True
+
+    def unwatch(self) -> None:
+        """Leave the parameter as it was."""
+        if self.handle is not None:
+            self.handle.remove()
 
 
 def _call_weakly(sink: Tensor, method: Callable[..., None], *given: Any) -> None:

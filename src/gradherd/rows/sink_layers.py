@@ -132,16 +132,14 @@ class ConvLayer(SketchedLayer):
         matrix, groups, n = self.matrix, self.groups, inputs.shape[0]
         if groups > 1:  # All groups share the filters; outputs tell them apart.
             small = small.reshape(n * groups, -1, *small.shape[2:])
+        kept = large.reshape(n * groups, -1, large.shape[2:].numel())
         if isinstance(matrix, WholeMap):
-            left = large.reshape(n * groups, -1, large[0, 0].numel())
-            return products(left, self.windows(small)).view(n, -1), vector
+            return products(kept, self.windows(small)).view(n, -1), vector
         thin = matrix.thin(small.to(large.dtype), self.stride, self.padding, self.dilation)
-        thin = thin.flatten(2)
-        if groups == 1:
-            return products(thin, large.flatten(2).transpose(1, 2)), vector
-        right = large.reshape(n * groups, -1, thin.shape[-1]).transpose(1, 2)
-        columns = products(thin, right).unflatten(0, (n, groups))
-        return columns.transpose(1, 2).flatten(2), vector
+        columns = products(thin.flatten(2), kept.transpose(1, 2))
+        if groups > 1:
+            columns = columns.unflatten(0, (n, groups)).transpose(1, 2).flatten(2)
+        return columns, vector
 
     def windows(self, small: Tensor) -> Tensor:
         """Return what lies under a filter at each place: (n, T, C * places)."""

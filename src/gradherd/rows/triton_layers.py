@@ -139,22 +139,16 @@ class Factor(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> "Factor | None":
         """Describe (N, C), (N, T, C) or (N, C, height, width); None if no kernel can read it."""
+        seen = tensor
         if tensor.dim() == 2:
-            (n, c), (stride_n, stride_c), t = tensor.shape, tensor.stride(), 1
-            stride_t = stride_n
-        elif tensor.dim() == 3:
-            (n, t, c), (stride_n, stride_t, stride_c) = tensor.shape, tensor.stride()
+            seen = tensor.unsqueeze(1)
         elif tensor.dim() == 4:
-            n, c, height, width = tensor.shape
-            stride_n, stride_c, stride_y, stride_t = tensor.stride()
-            if height > 1 and stride_y != width * stride_t:
-                return None
-            t = height * width
-        else:
+            seen = tensor.flatten(2).transpose(1, 2)
+        is_copy = seen.data_ptr() != tensor.data_ptr()
+        if seen.dim() != 3 or is_copy or tensor.dtype not in TYPES or not tensor.numel():
             return None
-        if tensor.dtype not in TYPES or 1 not in (stride_t, stride_c) or not tensor.numel():
-            return None
-        return cls(n, t, c, stride_n, stride_t, stride_c)
+        found = cls(*seen.shape, *seen.stride())
+        return found if 1 in (found.stride_t, found.stride_c) else None
 
 
 Pair = tuple[int, int]
