@@ -1,4 +1,5 @@
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,20 +65,24 @@ def test_columns_that_are_lent_are_not_overwritten_until_they_are_released():
     mean.start(first)
     [rows] = mean.finish()
     late = mean.lend()
-    late()
+    late(None)
     mean.start(first)
     [rows] = mean.finish()
     release = mean.lend()
-    late()  # of earlier columns: these are still being read
+    late(None)  # of earlier columns: these are still being read
     thread = threading.Thread(target=mean.start, args=(second,))
     thread.start()
     thread.join(0.2)
     assert thread.is_alive() and torch.equal(rows, torch.zeros(1, 6))
-    release()
+    release(None)
     thread.join()
     [again] = mean.finish()
     # The same memory: a second set of buffers would take another gradient.
     assert again.data_ptr() == rows.data_ptr() and torch.equal(rows, torch.ones(1, 6))
+    mean.lend()(torch.empty(1, 6))  # who keeps them gives other memory instead
+    mean.start(first)
+    assert torch.equal(*mean.finish(), torch.zeros(1, 6))
+    assert torch.equal(rows, torch.ones(1, 6))
 
 
 def test_columns_of_several_buckets_are_not_copied():
@@ -86,7 +91,7 @@ def test_columns_of_several_buckets_are_not_copied():
         mean.start(torch.zeros(6))
         mean.start(torch.ones(4))
         blocks = mean.finish()
-        mean.lend()()
+        mean.lend()(None)
         assert [block.shape for block in blocks] == [(1, 6), (1, 4)]
         places.append([block.data_ptr() for block in blocks])
     assert places[0] == places[1]
@@ -113,7 +118,7 @@ def test_what_another_thread_reads_is_waited_for_on_the_device_of_the_columns(mo
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     where = torch.device("cuda:1")
-    loan = sliced_mean._Loan(where)
-    loan.end()
+    loan = sliced_mean._Loan({0: SimpleNamespace(device=where)})
+    loan.end(None)
     loan.wait()
     assert recorded == [where] and [device for device, _ in waited] == [where]

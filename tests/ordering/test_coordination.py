@@ -154,11 +154,28 @@ def test_rows_of_an_epoch_that_is_over_are_dropped():
 
 
 def test_slices_of_an_epoch_that_is_over_are_dropped():
-    sampler, released = sampler_of(8, batch=1), []
-    script = observe_slices(
-        sampler, (torch.randn(1, 4),), BatchClaim(0, 0, 1, 1), release=lambda: released.append(1)
-    )
+    sampler = sampler_of(8, batch=1)
+    script = observe_slices(sampler, (torch.randn(1, 4),), BatchClaim(0, 0, 1, 1))
     sampler.end_epoch()
     run_together([script])
     assert (sampler.ordering.epoch, sampler.ordering.steps) == (1, 0)
-    assert released == [1]
+
+
+def test_half_a_pair_is_kept_where_it_is_for_memory_that_is_free():
+    rows = torch.randn(8, 1, 4, generator=torch.Generator().manual_seed(0))
+    ordering, want = (Ordering(CDGraB(), [8], start="identity") for _ in range(2))
+    memory, places = torch.empty(1, 4), set()
+    for step, row in enumerate(rows):
+        released = []
+        memory.copy_(row)  # what the exchange writes into its only memory
+        run_together([observe_slices(ordering, (memory,), release=released.append)])
+        if step % 2 == 0:
+            assert ordering._state.pending.data_ptr() == memory.data_ptr()
+            memory = released[0]
+        assert step % 2 == 0 or released[0] is None
+        places.add(memory.data_ptr())
+        want.observe(row.unsqueeze(0))
+    assert len(places) == 2 and torch.equal(ordering._state.running, want._state.running)
+    for one in (ordering, want):
+        one.end_epoch()
+    assert lists(ordering.orders) == lists(want.orders)

@@ -108,19 +108,22 @@ class _Bucket(NamedTuple):
 class _Loan:
     """Slices that are read by another thread, and on a GPU maybe on another stream."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, buffers: dict[int, Tensor]) -> None:
+        self._buffers = buffers
+        self._device = buffers[0].device
         self._ended = threading.Event()
         self._read: torch.cuda.Event | None = None
 
-    def end(self) -> None:
-        """Give the slices back; further calls do nothing."""
+    def end(self, instead: Tensor | None) -> None:
+        """Give the slices back, or other memory for them; further calls do nothing."""
         if self._ended.is_set():
             return
         if self._device.type == "cuda":
             self._read = torch.cuda.Event()
             # Not of the current device: another thread has cuda:0, wherever the slices are.
             self._read.record(torch.cuda.current_stream(self._device))
+        if instead is not None:
+            self._buffers[0] = instead
         self._ended.set()
 
     def wait(self) -> None:
@@ -148,13 +151,14 @@ class SlicedMean:
         self.bytes = 0
         """Bytes that this rank has sent so far."""
 
-    def lend(self) -> Callable[[], None]:
+    def lend(self) -> Callable[[Tensor | None], None]:
         """Keep the slices of the last `finish` as they are until the returned function is called.
 
-        Any thread may call it; further calls do nothing.
+        Any thread may call it; further calls do nothing. Who wants to keep the slices of a single
+        bucket gives it other memory of their shape instead.
         """
         # A new one each time: a late call for slices of an earlier backward releases no others.
-        self._loan = _Loan(self._buffers[0].device)
+        self._loan = _Loan(self._buffers)
         return self._loan.end
 
     def start(self, flat: Tensor) -> None:
@@ -192,47 +196,27 @@ class SlicedMean:
         """
         started, self._started = self._started, []
         ends = [bucket.flat[bucket.slices.value.numel() :] for bucket in started]
-        tails = None
+        tails: Sequence[Tensor] = ends
         # One message for the ends of all buckets, sent while the slices are still being exchanged.
         if any(map(len, ends)):
-            tails, sent = all_gather(torch.cat(ends), self._world)
+            gathered, sent = all_gather(torch.cat(ends), self._world)
             self.bytes += sent
-        blocks = [bucket.slices.wait() for bucket in started]
-        pending = self._start_write_back(started, blocks, tails)
-        slices = self._with_ends(blocks, ends, tails)
-        for gather in pending:
-            gather.wait()
-        self.bytes += sum(bucket.slices.bytes for bucket in started)
-        self.bytes += sum(gather.bytes for gather in pending)
-        return slices
-
-    def _start_write_back(
-        self, buckets: Sequence[_Bucket], blocks: Sequence[Tensor], tails: Tensor | None
-    ) -> list[PendingCollective]:
-        tail = None if tails is None else mean_of_rows(tails, torch.empty_like(tails[0]))
-        pending, used = [], 0
-        for bucket, block in zip(buckets, blocks, strict=True):
-            body, end = bucket.flat[: block.numel()], bucket.flat[block.numel() :]
-            if tail is not None:
-                end.copy_(tail[used : used + len(end)])
-                used += len(end)
-            slots = body.view(block.shape)
-            own = mean_of_rows(block, out=slots[self._world.rank])  # in place: its final slot
+            tails = gathered.split([*map(len, ends)], dim=1)
+        found, pending, rank = [], [], self._world.rank
+        for bucket, end, tail in zip(started, ends, tails, strict=True):
+            block = bucket.slices.wait()
+            slots = bucket.flat[: block.numel()].view(block.shape)
+            own = mean_of_rows(block, out=slots[rank])  # in place: its final slot
             pending.append(all_gather_start(own, self._world, out=slots))
-        return pending
-
-    def _with_ends(
-        self, blocks: Sequence[Tensor], ends: Sequence[Tensor], tails: Tensor | None
-    ) -> Slices:
-        found, used, rank = [], 0, self._world.rank
-        for block, end in zip(blocks, ends, strict=True):
             wide = torch.promote_types(block.dtype, torch.float32)
             found.append(block.to(wide))
             if len(end):
-                assert tails is not None
-                own = tails[:, used + rank : used + rank + 1].to(wide)
-                found.append(own if rank < len(end) else own.new_zeros(len(tails), 1))
-                used += len(end)
+                mean_of_rows(tail, out=end)
+                column = tail[:, rank : rank + 1].to(wide)
+                found.append(column if rank < len(end) else column.new_zeros(len(tail), 1))
+            self.bytes += bucket.slices.bytes + pending[-1].bytes
+        for gather in pending:
+            gather.wait()
         return tuple(one for one in found if one.shape[1])
 
 

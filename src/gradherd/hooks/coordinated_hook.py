@@ -68,8 +68,8 @@ log = logging.getLogger("gradherd")
 
 # Averaged backwards in a row that find old gradients, before the loop is told if these are zero.
 _STALE_BACKWARDS = 8
-Release = Callable[[], None]
-"""Says that slices were read, and may be overwritten."""
+Release = Callable[[Tensor | None], None]
+"""Says that slices were read, and may be overwritten, or which memory may be instead."""
 
 
 class SlicedTransport(RankTransport):
@@ -156,7 +156,7 @@ class SlicedTransport(RankTransport):
         try:
             self._thread.submit(sign)
         except BaseException:  # of the batch before
-            release()
+            release(None)
             raise
 
     def _sign(self, slices: Slices, claim: BatchClaim | None, release: Release) -> None:
@@ -176,7 +176,7 @@ class SlicedTransport(RankTransport):
                 script = observe_slices(self._sampler, slices, claim, release=release)
                 self._sign_bytes += run(script, self._side).bytes
         finally:
-            release()
+            release(None)
         self._sign_seconds += time.thread_time() - begin
 
     def by_index(self) -> None:
@@ -455,7 +455,11 @@ class ShardedCoordination(SlicedTransport):
                     own = slices[:, self._columns[parameter.name]]
                     own.add_(block[:, at : at + width], alpha=factor)
                 at += width
-        return (slices,), do_nothing  # filled again when the batch was signed
+        return (slices,), self._refill
+
+    def _refill(self, instead: Tensor | None) -> None:
+        # The memory of the slices is filled again when the batch was signed, if it is not kept.
+        self._slices = self._slices if instead is None else instead
 
     def _drop_slices(self) -> None:
         self._blocks = []

@@ -103,7 +103,7 @@ def observe_slices(
     slices: Sequence[Tensor],
     claim: BatchClaim | None = None,
     *,
-    release: Callable[[], None] | None = None,
+    release: Callable[[Tensor | None], None] | None = None,
 ) -> Script[None]:
     """Learn from a batch of every worker, of which this rank holds a slice of the columns.
 
@@ -112,7 +112,7 @@ def observe_slices(
         slices: (R, c) blocks of columns of every worker's gradient; all columns where one script
             serves all workers.
         claim: The unit of the batch; the next one by default.
-        release: Called when the slices were read, maybe long before all is learned; see
+        release: Called by policies that have read the slices long before all is learned; see
             `ShardedRows`.
     """
     rows = ShardedRows(tuple(block.unsqueeze(0) for block in slices), release)
@@ -120,8 +120,6 @@ def observe_slices(
         yield from learner.learn(rows)
     elif claim.epoch == learner.epoch:  # Slices of an epoch that is over come too late.
         yield from learner.learn(rows, first=claim.step)
-    if release is not None:
-        release()
 
 
 def finite_batches(rows: Tensor, batches: Sequence[int], finite: Tensor | None = None) -> Tensor:

@@ -69,7 +69,7 @@ class Pairs(NamedTuple):
     """(K, M) whether both rows were seen."""
 
 
-def take_pairs(state: PairState, rows: Blocks, seen: Tensor) -> Pairs:
+def take_pairs(state: PairState, rows: Blocks, seen: Tensor, *, keep: bool = False) -> Pairs:
     """Advance the state by b rows of each worker and return the pairs they complete.
 
     A pair is what a worker visits at time steps 2k and 2k+1. A row at an even step whose partner
@@ -79,6 +79,7 @@ def take_pairs(state: PairState, rows: Blocks, seen: Tensor) -> Pairs:
         state: Advanced by b steps.
         rows: Gradient of the unit each worker visited; arbitrary where not seen.
         seen: (b, M) which of them are real.
+        keep: The caller gives away the rows, one step in one block, so they need not be copied.
     """
     if len(seen) and state.steps % 2 and state.pending is None:
         # The partner of the first row was skipped. It is not paired with the next row instead:
@@ -101,7 +102,7 @@ def take_pairs(state: PairState, rows: Blocks, seen: Tensor) -> Pairs:
         rows, seen = _steps(rows, slice(1, None)), seen[1:]
         state.pending = state.pending_seen = None
     if len(seen) % 2:
-        last = _copied(state, _steps(rows, -1), bool(parts))
+        last = rows[0][-1] if keep else _copied(state, _steps(rows, -1), bool(parts))
         state.pending = state.pending_buffer = last
         state.pending_seen = seen[-1].clone()
         rows, seen = _steps(rows, slice(None, -1)), seen[:-1]
@@ -169,12 +170,18 @@ class PairGraB(SignPolicy):
     def observe(self, state: Any, rows: Rows, seen: Tensor, random: SeededRandom) -> Script[None]:
         """Sign the pairs that the rows complete; arguments as in `Policy.observe`."""
         blocks = (rows,) if isinstance(rows, Tensor) else rows.blocks
-        _, workers, columns = rows.shape
+        steps, workers, columns = rows.shape
         if state.running is None:
             state.running = blocks[0].new_zeros((1 if self.shared else workers, columns))
-        pairs = take_pairs(state, blocks, seen)
-        if isinstance(rows, ShardedRows) and rows.release is not None:
-            rows.release()  # the differences are copies
+        release = rows.release if isinstance(rows, ShardedRows) else None
+        keep = release is not None and steps == len(blocks) == 1
+        if keep and state.pending_buffer is None:
+            state.pending_buffer = torch.empty_like(blocks[0][0])
+        # Free since the pair before was signed. It goes back for the half pair that is kept.
+        spare = state.pending_buffer
+        pairs = take_pairs(state, blocks, seen, keep=keep)
+        if release is not None:
+            release(spare if keep and state.pending is not None else None)
         if not len(pairs.diffs):  # the first halves of pairs: every second step of training
             return
         sharded = isinstance(rows, ShardedRows)

@@ -39,9 +39,10 @@ class ShardedRows:
 
     blocks: tuple[Tensor, ...]
     """(b, M, c) this rank's columns, in blocks side by side that have C columns together."""
-    release: Callable[[], None] | None = None
+    release: Callable[[Tensor | None], None] | None = None
     """If given: may be called by a policy that does not read them any more, as the next exchange
-    waits for their memory."""
+    waits for their memory; or with other memory of the shape of one step, to keep a single
+    block."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
