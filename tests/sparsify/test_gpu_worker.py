@@ -120,6 +120,18 @@ def test_they_choose_and_send_what_workers_with_a_host_do(method, size, values):
     torch.testing.assert_close(*loads, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("after", [1.0, 1e-6])
+def test_the_search_finds_its_start_whatever_the_pattern(after):
+    """Large values in one of 64 columns, which an evenly spaced sample might miss, then a jump."""
+    dim, settings = 1 << 17, Sparsify(method=ExDyna(0.001))
+    ours = DeviceWorkers(settings, 2, dim=dim, sparse=dim)
+    theirs = VirtualWorkers(settings, dim, 2)
+    columns = torch.where(torch.arange(dim) % 64 == 1, 30.0, 1.0)
+    for step in range(6):
+        grads = normal(step, 2, dim) * columns * (after if step > 2 else 1)
+        assert torch.equal(ours.step(grads) != 0, theirs.step(grads) != 0), step
+
+
 def conserved(workers, grads, outs, size):
     total = workers.residuals().double().sum(0) + size * sum(out.double() for out in outs)
     error = (total - sum(g.double().sum(0) for g in grads)).abs().max()
