@@ -100,10 +100,10 @@ def apart(cuts: Tensor, least: int) -> Tensor:
     >>> apart(torch.tensor([0, 1, 1, 6]), 2).tolist()
     [0, 2, 4, 6]
     """
-    number = torch.arange(len(cuts), device=cuts.device)
-    # Each at least `least` after the one before: a running maximum of how far they are behind that.
-    moved = (cuts - number * least).cummax(0).values + number * least
-    return torch.minimum(moved, cuts[-1] - (len(cuts) - 1 - number) * least)
+    # Without the room that partitions keep, borders only have to be in order, none beyond the last.
+    room = least * torch.arange(len(cuts), device=cuts.device)
+    free = cuts - room
+    return torch.minimum(free.cummax(0).values, free[-1]) + room
 
 
 def diffuse(cuts: Sequence[int], loads: Sequence[float]) -> list[int]:
