@@ -43,7 +43,7 @@ def test_slices_of_one_vector_add_up(monkeypatch):
     want = CountSketch(30, 1)(vector)
     monkeypatch.setattr(sketch, "has_kernels", lambda device: True)
     made = CountSketch(30, 1)
-    got = made.long(vector[:333]) + made.long(vector[333:], offset=333)
+    got = made(vector[:333]) + made(vector[333:], offset=333)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
 
 

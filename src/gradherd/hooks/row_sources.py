@@ -138,7 +138,7 @@ class BatchGradientSource(RowSource):
             row, start = self._parameters[0].new_zeros(self._sketch.size, dtype=torch.float32), 0
             for chunk in self._chunks():
                 part = self._flat_grads(chunk)
-                row += self._sketch.long(part, offset=start)
+                row += self._sketch(part, offset=start)
                 start += len(part)
             return row
 

@@ -79,9 +79,9 @@ class GraB(SignPolicy):
         if late:
             state.late.append((state.steps, signs.clone()))
         else:
-            state.place(state.steps, signs, seen)
+            sides = state.place(state.steps, signs, seen)
             # The next mean is that of the raw rows. OrderedSampler of the GraB authors centres in
             # place first; its mean is then the change of the mean, about zero every second epoch.
             # A row that is not finite has no sign.
-            state.total = state.total + masked(own, seen & (signs != 0)).sum(0)
+            state.total = state.total + masked(own, sides != 0).sum(0)
         state.steps += steps

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradherd.comm.checks import check_state
 from gradherd.comm.script import Script, check_script, run
 from gradherd.comm.world import World
 from gradherd.ordering.bounds import HerdingWatch
@@ -344,11 +345,9 @@ class Ordering:
                 f"state has format {state.get('format')!r}, expected {_FORMAT}: it was saved by "
                 "another version of gradherd; start the order anew"
             )
-        if missing := {"policy", "seed", "orders", "visits", "balance"} - state.keys():
-            raise ValueError(f"state is damaged: it has no {', '.join(sorted(missing))}")
+        check_state(state, "policy", "seed", "orders", "visits", "balance")
         saved = state["balance"]
-        if missing := {"sizes", "epoch"} - saved.keys():
-            raise ValueError(f"state is damaged: its balance has no {', '.join(sorted(missing))}")
+        check_state(saved, "sizes", "epoch")
         sizes = tuple(saved["sizes"])
         movable = can_reshard(sizes, self.sizes)
         for name, theirs, ours in (

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState
+from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState, all_seen
 from gradherd.ordering.random import SeededRandom
 
 
@@ -89,6 +89,9 @@ def take_pairs(state: PairState, rows: Blocks, seen: Tensor, *, keep: bool = Fal
     first, count = state.steps // 2, len(seen)
     _place_odd_units(state, seen)
     state.steps += count
+    if count and not count % 2 and state.pending is None and bool(seen.all()):
+        # Whole pairs of batches of even size, all of them seen: the usual case, at every step.
+        return Pairs(first, _differences(rows), all_seen(count // 2, seen.shape[1]))
     parts, masks = [], []
     if state.pending is not None and count:
         assert state.pending_seen is not None
@@ -189,11 +192,11 @@ class PairGraB(SignPolicy):
             state, pairs.diffs, pairs.seen, pairs.first, random, sharded=sharded
         )
         # + sends the first of a pair to the front. In one launch, as at every step.
-        sides = (signs.unsqueeze(1) * _both_sides(signs.device)).flatten(0, 1)
+        sides = signs.unsqueeze(1) * _both_sides(signs.device)
         if late:
-            state.late.append((2 * pairs.first, sides))
+            state.late.append((2 * pairs.first, sides.flatten(0, 1)))
         else:
-            state.place(2 * pairs.first, sides, pairs.seen.repeat_interleave(2, 0))
+            state.place(2 * pairs.first, sides, pairs.seen.unsqueeze(1))
 
 
 @dataclass(frozen=True)

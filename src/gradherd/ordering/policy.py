@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradherd.comm.checks import check_state
 from gradherd.comm.script import Script
 from gradherd.ordering.balance import (
     DeviceSigner,
@@ -139,8 +140,7 @@ class EpochState:
         """
         names = (*self.columns, *self.others)
         own = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if missing := {"sizes", "epoch", "steps", *own} - state.keys():
-            raise ValueError(f"state is damaged: its balance has no {', '.join(sorted(missing))}")
+        check_state(state, "steps", *own)
         self.steps = state["steps"]
         if not 0 <= self.steps <= self.length:
             raise ValueError(f"state is damaged: {self.steps} steps of an epoch of {self.length}")
@@ -177,18 +177,20 @@ class SignState(EpochState):
         # Sides start at 0: a unit whose row never arrives keeps its position.
         self.sides = torch.zeros((self.length, len(self.sizes)), dtype=torch.int8)
 
-    def place(self, first: int, sides: Tensor, seen: Tensor) -> None:
-        """Note the (b, M) sides of the time steps from `first` on, where vectors were seen.
+    def place(self, first: int, sides: Tensor, seen: Tensor) -> Tensor:
+        """Note sides (b, M) or (K, s, M) of the time steps from `first` on; return those seen.
 
         The others stay as they are: 0, where units keep their place, or that of an odd unit. Time
         steps that were seen but have no sign are counted: they are not finite.
         """
-        own = self.sides[first : first + len(sides)]
+        steps = sides[..., 0].numel()
+        own = self.sides[first : first + steps].view_as(sides)
         own.copy_(torch.where(seen, sides, own))
-        if (sides * seen).any():
+        if (counted := sides * seen).any():
             self.broken = 0
         elif seen.any():
-            self.broken += len(sides)
+            self.broken += steps
+        return counted
 
     def sync_sides(self) -> None:
         """Copy sides from the GPU, which takes until it has computed all of them."""
@@ -328,26 +330,26 @@ class SignPolicy(Policy):
         """
         assert state.running is not None
         count, workers, _ = vectors.shape
+        if self.shared:
+            vectors = vectors.flatten(0, 1).unsqueeze(1)
         if not sharded and seen.all():
-            alone = vectors.flatten(0, 1).unsqueeze(1) if self.shared else vectors
-            if (late := sign_on_device(self.rule, alone, state)) is not None:
+            if (late := sign_on_device(self.rule, vectors, state)) is not None:
                 return late.reshape(count, workers), True
+        in_streams = vectors.shape[:2]
         # Zero vectors leave the running sums alone; `seen` keeps their signs from being used.
-        vectors = masked(vectors if mean is None else vectors - mean, seen)
+        centred = vectors if mean is None else vectors - mean
+        vectors = masked(centred, seen.reshape(in_streams)).transpose(0, 1)
         draws: Floats = np.broadcast_to(np.float64(0), (count, workers))
         if self.rule.randomized:
             # Always the whole epoch: which draw a vector gets must not depend on how many vectors
             # come in one call, nor on vectors that were missed.
             total = state.length // self.steps_per_vector
             draws = random.draws(total, workers, state.epoch)[first : first + count]
-        if self.shared:
-            vectors, draws = vectors.flatten(0, 1).unsqueeze(0), draws.reshape(1, -1)
-        else:
-            vectors, draws = vectors.transpose(0, 1), draws.T
+        draws = draws.reshape(in_streams).T
         unsigned = Unsigned(vectors, state.running, self.rule, draws, state.carry.numpy())
         step = workers if self.shared else 1
         signs = yield from balance(unsigned, step=step if sharded else None)
-        return signs.view(-1, workers) if self.shared else signs.T, False
+        return signs.T.reshape(count, workers), False
 
     def reorder(
         self, orders: list[Tensor], state: SignState, epoch: int, random: SeededRandom

@@ -9,6 +9,7 @@ Shapes: B examples, L layers.
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -120,12 +121,10 @@ def centred_gram(
     layer: SketchedLayer, arrived: Mapping[str, Tensor], examples: int
 ) -> Tensor | None:
     """Return the inner products (B, B) of a layer's centred rows; None if none have arrived."""
-    total: Tensor | None = None
+    grams = []
     for key, one in zip(layer.own_keys, layer.maps, strict=True):
-        if key not in arrived:
-            continue
-        rows: Tensor = one.vectors(arrived[key][:examples]).double()
-        rows = rows - rows.mean(0)
-        gram = rows @ rows.T
-        total = gram if total is None else total + gram
-    return total
+        if key in arrived:
+            rows: Tensor = one.vectors(arrived[key][:examples]).double()
+            rows = rows - rows.mean(0)
+            grams.append(rows @ rows.T)
+    return reduce(torch.add, grams) if grams else None

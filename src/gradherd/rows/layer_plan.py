@@ -250,17 +250,22 @@ class LayerPlan:
                 layer.single = None
             for slot in (MATRIX,) if layer.single is None else (MATRIX, SINGLE):
                 self._note(own["weight"], ParameterUse(layer, slot))
-        if vector:
-            sizes = {local: parameter.numel() for local, parameter in vector.items()}
-            name = self.names[next(iter(vector.values()))]
-            layer.vector = VectorMap(sizes, name, self.maps)
-            for local, parameter in vector.items():
-                self._note(parameter, ParameterUse(layer, VECTOR, local))
         tail = prefix.removeprefix("out_proj.")
         layer.trained = (
             f"{tail}weight" if "weight" in own else "",
             f"{tail}bias" if "bias" in own else "",
         )
+        self._add(layer, vector, self.maps)
+
+    def _add(
+        self, layer: SketchedLayer, vector: Mapping[str, nn.Parameter], maps: MapSettings
+    ) -> None:
+        """Take in a layer, with the parameters of its vector by their local names."""
+        if vector:
+            sizes = {local: parameter.numel() for local, parameter in vector.items()}
+            layer.vector = VectorMap(sizes, self.names[next(iter(vector.values()))], maps)
+        for local, parameter in vector.items():
+            self._note(parameter, ParameterUse(layer, VECTOR, local))
         self.pool.layers.append(layer)
 
     def _weight_maps(self, layer: SketchedLayer, weight: nn.Parameter) -> WeightMaps:
@@ -306,12 +311,8 @@ class LayerPlan:
         log.info("looped over, which is slow: %s (%s)", owner.name or "the model itself", kind)
         layer = LoopedModule(owner.name, owner.module, owner.parameters, self.pool, self.dims)
         self.untap.append(layer.remove)
-        sizes = {local: parameter.numel() for local, parameter in owner.parameters.items()}
         # Whole: modules may share parameters, whose rows have to be added before they are sketched.
-        layer.vector = VectorMap(sizes, owner.name, replace(self.maps, is_exact=True))
-        for local, parameter in owner.parameters.items():
-            self._note(parameter, ParameterUse(layer, VECTOR, local))
-        self.pool.layers.append(layer)
+        self._add(layer, owner.parameters, replace(self.maps, is_exact=True))
 
     def _add_attention(self, owner: ParameterOwner) -> None:
         layers = {}
@@ -333,9 +334,7 @@ class LayerPlan:
                 self.left_out[self.names[parameter]] = why
                 continue
             layer = DirectLayer(self.names[parameter], self.pool)
-            layer.vector = VectorMap({local: parameter.numel()}, layer.name, self.maps)
-            self._note(parameter, ParameterUse(layer, VECTOR, local))
-            self.pool.layers.append(layer)
+            self._add(layer, {local: parameter}, self.maps)
             layers[local] = layer
         if layers:
             undo = tap_module(owner.module, layers, TappedParameters, tuple(layers))

@@ -20,7 +20,6 @@ Shapes: B examples of a full batch, N elements of a sink.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
@@ -699,13 +698,6 @@ class Tapped:
     """What the class of a tapped module adds to its own; a copy of the module is a plain one."""
 
     plain_type: type[nn.Module]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        make, args, state, *_ = self.__reduce_ex__(4)
-        copy: nn.Module = make(*args)
-        memo[id(self)] = copy
-        copy.__setstate__(deepcopy(state, memo))
-        return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)

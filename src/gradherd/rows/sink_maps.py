@@ -23,6 +23,7 @@ k buckets of a tensor sketch, N elements of a vector.
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -332,11 +333,10 @@ class VectorMap(Map):
         else:
             drawn = random_signs(settings.seed, f"{name}/vector", self.size, 1)[:, 0]
         self.signs = drawn.to(settings.like)
-        begin = 0
-        self.parts: dict[str, slice] = {}
-        for local, size in sizes.items():
-            self.parts[local] = slice(begin, begin + size)
-            begin += size
+        ends = accumulate(sizes.values())
+        self.parts = {
+            local: slice(end - sizes[local], end) for local, end in zip(sizes, ends, strict=True)
+        }
 
     def finish(self, columns: Tensor) -> Tensor:
         """Give columns (B, size) their signs."""

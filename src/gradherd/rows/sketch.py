@@ -12,6 +12,7 @@ whole.
 Shapes: B examples, N coordinates, k buckets.
 """
 
+from functools import reduce
 from hashlib import blake2b
 
 import numpy as np
@@ -108,8 +109,6 @@ class CountSketch:
             k: Number of buckets.
             seed: Seed of the hash.
         """
-        if k < 1:
-            raise ValueError(f"k must be at least 1, got {k}")
         self.size, self.seed = k, seed
         self._blocks: dict[tuple[str, int, int, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
         self._buckets: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
@@ -122,13 +121,15 @@ class CountSketch:
             name: Separates independent sketches, such as those of several parameters.
             offset: Position of the first coordinate in the whole vector.
         """
-        if offset < 0:
-            raise ValueError(f"offset must not be negative, got {offset}")
         k, size, device = self.size, vectors.shape[-1], vectors.device
         if vectors.dim() == 2 and not offset and _fits_buckets(vectors):
             buckets, signs = self._buckets_of(name, size)
             signed = vectors.detach() * signs.to(vectors.dtype)
             return signed.new_zeros(len(signed), k).index_add_(1, buckets, signed)
+        step = max(1, _MAX_TEMPORARY // k) * k  # whole blocks
+        if vectors.dim() == 1 and size > step and not has_kernels(device):
+            parts = zip(vectors.split(step), range(offset, offset + size, step), strict=True)
+            return reduce(torch.add, (self(part, name, offset=at) for part, at in parts))
         first, lead = divmod(offset, k)
         tail = -(lead + size) % k
         count = (lead + size + tail) // k
@@ -155,16 +156,6 @@ class CountSketch:
         # Gathered, not scattered: sums over blocks then have a fixed order.
         source = (torch.arange(k, device=device) - shifts.unsqueeze(-1)) % k
         return signed.gather(-1, source.expand(signed.shape)).sum(-2)
-
-    def long(self, vector: Tensor, *, offset: int = 0) -> Tensor:
-        """Return the sketch (k,) of one long vector, with short temporaries."""
-        if has_kernels(vector.device):
-            return self(vector, offset=offset)
-        total = vector.new_zeros(self.size)
-        step = max(1, _MAX_TEMPORARY // self.size) * self.size  # whole blocks
-        for lo in range(0, len(vector), step):
-            total += self(vector[lo : lo + step], offset=offset + lo)
-        return total
 
     def hashes(
         self, name: str, first: int, count: int, device: torch.device
