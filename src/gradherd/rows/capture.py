@@ -428,13 +428,12 @@ class Capture:
 
     def state_dict(self) -> dict[str, Any]:
         """Return which layers are read, and after how many batches."""
-        choice = self._choice
-        return {"batches": self._check.batches, "idle": choice.idle if choice.is_made else None}
+        return {"batches": self._check.batches, "idle": self._choice.idle}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Read the same layers; the model may have changed as well, so checks begin again."""
         self._check.batches = state.get("batches", 0)
-        self._choice.load(state.get("idle"))
+        self._choice.load(state.get("idle") or ())
         self.restart_checks()
 
     def clear(self) -> None:

@@ -44,8 +44,6 @@ class LayerChoice:
         """
         self._pool, self._layers = pool, list(open_to_choice)
         self._most = len(self._layers) if most is None else most
-        self.is_made = False
-        """Whether layers have been chosen."""
 
     @property
     def is_needed(self) -> bool:
@@ -90,21 +88,19 @@ class LayerChoice:
         if not any(known):
             return
         floor = int(to_levels(torch.tensor(LEAST_SHARE)))
+        before = self.idle
         ranked = sorted(range(len(known)), key=lambda at: -known[at])  # equal ones in their order
         read = {at for at in ranked[: self._most] if known[at] >= floor}
         for at, layer in enumerate(self._layers):
             layer.is_idle = known[at] > 0 and at not in read
-        if not self.is_made:
+        if self.idle != before:
             every = len(self._pool.layers)
             log.info("rows are read from %d of %d layers", every - len(self.idle), every)
-        self.is_made = True
 
-    def load(self, idle: Sequence[str] | None) -> None:
-        """Continue with layers that were idle; None: nothing had been chosen."""
-        self.is_made = idle is not None
-        names = set(idle or ())
+    def load(self, idle: Sequence[str]) -> None:
+        """Continue with layers that were idle."""
         for layer in self._layers:
-            layer.is_idle = layer.name in names
+            layer.is_idle = layer.name in idle
 
 
 def to_levels(shares: Tensor) -> Tensor:
