@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradherd.comm.world import join_torchrun_group
+from gradherd.cli.launch import join_torchrun_group
 from gradherd.hooks.attach import attach
 from gradherd.lab.bench.timing import (
     Rows,

@@ -30,8 +30,8 @@ from netns import NetworkError, missing
 from slow_measure import measure_all, progress, running, train_all
 from slow_page import page
 
-from gradherd.advise import units
 from gradherd.advise.choices import OVERHEADS, Choice, NetworkLink, Setting, num_buckets, predict
+from gradherd.cli.units import parse_rate
 from gradherd.lab.train.measurements import hardware, versions
 
 CASES = (
@@ -149,7 +149,7 @@ def judge(record: dict[str, Any]) -> None:
 def listed_rates(text: str) -> list[float]:
     """Parse --rates."""
     try:
-        return [units.parse_rate(word) for word in text.split(",") if word.strip()]
+        return [parse_rate(word) for word in text.split(",") if word.strip()]
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -36,6 +36,7 @@ from gradherd.cli.advise import AdviseCommand
 from gradherd.cli.main import main
 from gradherd.cli.options import density_for
 from gradherd.cli.replay import ReplaySparsifyCommand
+from gradherd.cli.units import parse_count, parse_rate, parse_seconds
 from gradherd.comm.script import AllReduceSmall
 from gradherd.ordering.coordination import BATCHES_PER_GATHER as EVERY
 from gradherd.rows.settings import SketchRows
@@ -462,15 +463,15 @@ def test_advice_has_no_exponents_and_three_digits(params, rate):
 
 def test_units_that_are_none_are_refused():
     for reader, texts in (
-        (units.parse_rate, ["", "G", "1 Q", "nan", "inf", "-1G", "0", "1G/h", "1e999", "10", "1"]),
-        (units.parse_seconds, ["", "ms", "1h", "nan", "-5ms", "5 m s"]),
-        (units.parse_count, ["", "M", "1.2.3", "0", "-1", "1e400", "nan"]),
+        (parse_rate, ["", "G", "1 Q", "nan", "inf", "-1G", "0", "1G/h", "1e999", "10", "1"]),
+        (parse_seconds, ["", "ms", "1h", "nan", "-5ms", "5 m s"]),
+        (parse_count, ["", "M", "1.2.3", "0", "-1", "1e400", "nan"]),
     ):
         for text in texts:
             with pytest.raises(ValueError):
                 reader(text)
-    assert units.parse_rate("2.5 Gbit") == 2.5e9 and units.parse_rate("100mb/s") == 1e8
-    assert units.parse_rate("50GB/s") == 4e11 and units.parse_seconds("0") == 0
+    assert parse_rate("2.5 Gbit") == 2.5e9 and parse_rate("100mb/s") == 1e8
+    assert parse_rate("50GB/s") == 4e11 and parse_seconds("0") == 0
 
 
 def run(capsys, *args) -> tuple[int, str, str]:

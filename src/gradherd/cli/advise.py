@@ -9,16 +9,10 @@ from typing import Annotated, Any
 from gradherd.advise.choices import DEVICES, GOODPUT, NetworkLink, Setting, typical_overheads
 from gradherd.advise.decide import advise
 from gradherd.advise.measured import MODELS
-from gradherd.advise.units import (
-    format_bytes,
-    format_rate,
-    format_seconds,
-    parse_count,
-    parse_rate,
-    parse_seconds,
-)
+from gradherd.advise.units import format_bytes, format_rate, format_seconds
 from gradherd.cli.parser import Arg, UsageError, usage_errors, whole
 from gradherd.cli.terminal import print_json, print_table, say, terminal_width, under_torchrun
+from gradherd.cli.units import parse_count, parse_rate, parse_seconds
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
 
 # Largest model that --measure builds: parameters and gradients take 8 bytes each.

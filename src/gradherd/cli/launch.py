@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from gradherd.cli.folders import finished_record, mark_unfinished
 from gradherd.cli.options import TrainingOptions
 from gradherd.cli.parser import CommandFailed, UsageError
 from gradherd.cli.progress import ProgressBar
 from gradherd.cli.terminal import under_torchrun
-from gradherd.comm.world import World, join_torchrun_group
+from gradherd.comm.world import World
 from gradherd.lab.ranks import ProcessDied, RankError, handling, one_thread, run_ranks
 from gradherd.lab.tasks.data_files import DamagedData
 from gradherd.lab.tasks.task import BadTask, UnsuitableSettings
@@ -87,6 +88,29 @@ def torchrun_group(device: str) -> Iterator[None]:
     finally:
         # torch warns at exit about NCCL groups that are still alive.
         dist.destroy_process_group()
+
+
+def join_torchrun_group(backend: str) -> None:
+    """Initialise the default process group of a process that torchrun started.
+
+    After a restart torchrun reuses its store, which still holds the addresses of the dead
+    processes: gloo reads those first and its connection is refused (pytorch issue 135712 reports
+    the same for nccl). On one machine a key prefix with the restart count keeps the attempts
+    apart. On several machines each agent counts its own restarts, so the counts may differ and
+    the keys stay torch's; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 there instead.
+
+    Args:
+        backend: "gloo" or "nccl".
+    """
+    if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
+        dist.init_process_group(backend)
+        return
+    # What init_process_group does without a store, but with a prefix in between.
+    store, rank, size = next(rendezvous("env://"))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=size
+    )
 
 
 def train_runs(

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.rendezvous import rendezvous
 
 from gradherd.comm.checks import check_numbers, check_whole
 
@@ -195,26 +194,3 @@ def _new_gloo_subgroup(world: World, ranks: list[int], timeout: timedelta) -> di
 
 
 _subgroups: dict[tuple[int, ...], int] = {}
-
-
-def join_torchrun_group(backend: str) -> None:
-    """Initialise the default process group of a process that torchrun started.
-
-    After a restart torchrun reuses its store, which still holds the addresses of the dead
-    processes: gloo reads those first and its connection is refused (pytorch issue 135712 reports
-    the same for nccl). On one machine a key prefix with the restart count keeps the attempts
-    apart. On several machines each agent counts its own restarts, so the counts may differ and
-    the keys stay torch's; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 there instead.
-
-    Args:
-        backend: "gloo" or "nccl".
-    """
-    if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
-        dist.init_process_group(backend)
-        return
-    # What init_process_group does without a store, but with a prefix in between.
-    store, rank, size = next(rendezvous("env://"))
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    dist.init_process_group(
-        backend, store=dist.PrefixStore(f"attempt-{attempt}", store), rank=rank, world_size=size
-    )
