@@ -173,11 +173,6 @@ class BucketHook(ABC):
         ]
         return True
 
-    @property
-    def position(self) -> int:
-        """Which of the collected buckets of this backward arrived last, from 0."""
-        return len(self._collected) - 1
-
     def average(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Average a bucket by all-reduce, as DDP does by itself."""
         future, sent = average_bucket(bucket, self.world)

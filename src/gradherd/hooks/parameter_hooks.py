@@ -86,11 +86,6 @@ class ParameterHooks:
 log = logging.getLogger("gradherd")
 
 
-def tracks_usage(ddp: DDP) -> bool:
-    """Return whether a backward may leave parameters unused; DDP itself tracks that only then."""
-    return bool(ddp.find_unused_parameters or ddp.static_graph)
-
-
 class ParameterUsage:
     """Records which parameters had a gradient in the backwards of one exchange.
 

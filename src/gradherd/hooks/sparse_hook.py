@@ -35,7 +35,7 @@ from gradherd.flat import exchangeable, in_memory_order, local_shard, plain_name
 from gradherd.hooks.bucket_hook import BucketHook, world_of
 from gradherd.hooks.exchange import GradientExchange
 from gradherd.hooks.fsdp import Handle, ShardedGroup, ShardedWorlds, is_inner, is_last_backward
-from gradherd.hooks.parameter_hooks import ParameterUsage, tracks_usage
+from gradherd.hooks.parameter_hooks import ParameterUsage
 from gradherd.sparsify.gpu_worker import GpuSteps, runs_on_device
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.worker import Placement, clip_together, scale_by
@@ -61,11 +61,13 @@ class SparseHook(BucketHook, GradientExchange):
         self._flats: list[Tensor] = []  # the buckets of the exchange that runs
         self._placement: Placement | None = None  # of the parameters in them
         self._present: set[str] = set()  # their names
-        # Which parameters a backward has used must be read on the host, once per step.
-        on_device = not tracks_usage(ddp) and runs_on_device(self._worker)
+        # A backward may leave parameters unused; DDP itself tracks that only then.
+        may_vary = ddp.find_unused_parameters or ddp.static_graph
+        self._usage = ParameterUsage(ddp) if may_vary else None
+        # Which ones it has used must be read on the host, once per step.
+        on_device = self._usage is None and runs_on_device(self._worker)
         self._steps = GpuSteps(self._worker) if on_device else None
         self._late: list[tuple[int, dist.GradBucket]] = []  # not added before all have arrived
-        self._usage = ParameterUsage(ddp) if tracks_usage(ddp) else None
         self._exchanges = 0
         self._last_counts = [-1, 0]
         self._copied: tuple[Tensor, torch.cuda.Event] | None = None
@@ -74,7 +76,7 @@ class SparseHook(BucketHook, GradientExchange):
         """Add a bucket to the residual on a GPU, beside the rest of the backward."""
         if self._steps is None:
             return None
-        number = self.position
+        number = len(self._collected) - 1
         if number == 0:
             self._late = []
             scale = scale_on_device(self._scaler)
