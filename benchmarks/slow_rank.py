@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
-from gradherd.advise.calibrate import ring_seconds, wide_model
 from gradherd.comm.collectives import all_gather, all_reduce, all_reduce_bytes, all_to_all_start
+from gradherd.lab.bench.calibrate import ring_seconds, wide_model
 from gradherd.ordering.coordination import BATCHES_PER_GATHER
 
 _STATISTICS = Path("/sys/class/net")

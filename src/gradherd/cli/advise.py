@@ -167,10 +167,10 @@ class AdviseCommand:
 def _measure_cluster(params: int, workers: int, device: str) -> tuple[int, dict[str, float]] | None:
     """Measure on torchrun's ranks or on local ones; return None on all ranks but the first."""
     # Here, not above: predictions do without torch.
-    from gradherd.advise.calibrate import measure_cluster
     from gradherd.cli.launch import measure_on_ranks, torchrun_group
     from gradherd.cli.options import usable_device
     from gradherd.comm.world import World
+    from gradherd.lab.bench.calibrate import measure_cluster
 
     if not under_torchrun():
         if device != "cpu":

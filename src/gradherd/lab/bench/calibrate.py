@@ -1,17 +1,18 @@
-"""Measure the numbers that a prediction needs: bandwidth, latency, backward and forward pass.
+"""Measure what `gradherd advise` predicts from: bandwidth, latency, backward and forward pass.
 
 Letters: R ranks.
 """
 
 import math
 import statistics
-import time
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from gradherd.comm.collectives import all_gather, all_reduce, send_recv
 from gradherd.comm.world import World
+from gradherd.lab.bench.timing import elapsed_seconds
 
 _LAYERS = 6
 _BATCH = 4
@@ -63,9 +64,9 @@ def ring_seconds(
     following, previous = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     for _ in range(1 + repeats):
         all_reduce(torch.zeros(1, device=device), world)  # a barrier: start together
-        begin = _now(device)
-        send_recv(message, following, previous, world)
-        times.append(_now(device) - begin)
+        times.append(
+            elapsed_seconds(lambda: send_recv(message, following, previous, world), device)
+        )
     # A round takes as long as its slowest rank. The first round opens connections: leave it out.
     rounds = all_gather(torch.tensor(times[1:], device=device), world).value.amax(0)
     return float(rounds.min() if fastest else rounds.median())
@@ -102,21 +103,10 @@ def step_seconds(params: int, device: torch.device) -> tuple[float, float]:
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     # Medians: other processes may disturb single steps. The first steps allocate memory.
     backwards, others = [], []
+    losses: list[Tensor] = []
     for _ in range(_WARMUP_STEPS + _STEPS):
         optimizer.zero_grad()
-        begin = _now(device)
-        loss = nn.functional.cross_entropy(net(x), y)
-        middle = _now(device)
-        loss.backward()
-        after = _now(device)
-        optimizer.step()
-        backwards.append(after - middle)
-        others.append(_now(device) - after + middle - begin)
+        forward = elapsed_seconds(lambda: losses.append(cross_entropy(net(x), y)), device)
+        backwards.append(elapsed_seconds(losses.pop().backward, device))
+        others.append(forward + elapsed_seconds(optimizer.step, device))
     return statistics.median(backwards[_WARMUP_STEPS:]), statistics.median(others[_WARMUP_STEPS:])
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        # Kernels run asynchronously: without this, only their launch would be timed.
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
