@@ -18,7 +18,7 @@ from gradherd.hooks.agreement import RankAgreement
 from gradherd.hooks.bucket_hook import hook_is_free, world_of
 from gradherd.hooks.coordinated_hook import CoordinatedHook, ShardedCoordination
 from gradherd.hooks.exchange import ModelExchange
-from gradherd.hooks.feedback import OrderFeedback, inner, is_attached
+from gradherd.hooks.feedback import OrderFeedback, is_attached
 from gradherd.hooks.fsdp import ShardedWorlds, check_parameters, fsdp_modules
 from gradherd.hooks.herd import Herd
 from gradherd.hooks.local_steps import LocalExchange, float_buffers
@@ -29,6 +29,7 @@ from gradherd.hooks.state import check_row_length
 from gradherd.hooks.transports import GatheringTransport, RowTransport
 from gradherd.ordering.coordination import scatters_columns
 from gradherd.ordering.sampler import OrderedSampler
+from gradherd.rows.layer_plan import unwrap_model
 from gradherd.rows.settings import (
     BatchRows,
     RowSettings,
@@ -110,7 +111,7 @@ def attach(
         if isinstance(bare, DDP):
             keep_group(bare.process_group)  # Python's tensors go through it from here on.
         agreement = RankAgreement(world)
-        if is_attached(inner(bare)):
+        if is_attached(unwrap_model(bare)):
             raise ValueError(
                 "model is attached already: call detach() of the herd that attach() returned for "
                 "it, a part of it or what it is a part of, and give order, sparsify and local in "
@@ -283,7 +284,7 @@ def _make_transport(
     called: nn.Module, model: nn.Module, order: OrderedSampler, settings: RowSettings
 ) -> RowTransport:
     """Return what takes rows to the sampler from a model; `called` may be its compiled wrapper."""
-    module, world = inner(model), order.world
+    module, world = model.module if isinstance(model, DDP) else model, order.world
     if not order.ordering.policy.needs_rows:
         # Nothing is read off the model but that a backward has happened.
         return RowTransport(order, RowSource(module))

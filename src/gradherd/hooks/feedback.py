@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from gradherd.comm.collectives import all_gather
@@ -28,16 +27,12 @@ from gradherd.ordering.batches import BatchTicket
 from gradherd.ordering.bounds import HerdingWatch
 from gradherd.ordering.coordination import check_same_version
 from gradherd.ordering.sampler import Feeder, OrderedSampler
+from gradherd.rows.layer_plan import unwrap_model
 from gradherd.rows.module_hooks import UncopiedHook, do_nothing
 from gradherd.rows.settings import RowSettings, row_length
 from gradherd.torch_names import current_backward
 
 log = logging.getLogger("gradherd")
-
-
-def inner(model: nn.Module) -> nn.Module:
-    """Return the module inside DDP."""
-    return model.module if isinstance(model, DDP) else model
 
 
 attached_models: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
@@ -67,7 +62,7 @@ class OrderFeedback(Feeder):
         self._transport = transport
         self._scaler = scaler
         self._device = next(model.parameters()).device  # where the group of the ranks works
-        self._row_length = row_length(rows, FlatSpec.of(inner(model)).size)
+        self._row_length = row_length(rows, FlatSpec.of(unwrap_model(model)).size)
         self._checked_orders = False
         self._paused = False
         self._stopwatch = Stopwatch()  # time that reading and ordering cost the training loop

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from gradherd.comm.checks import check_state
 from gradherd.comm.world import World
 from gradherd.hooks.exchange import ModelExchange
-from gradherd.hooks.feedback import OrderFeedback, attached_models, inner
+from gradherd.hooks.feedback import OrderFeedback, attached_models
 from gradherd.hooks.local_steps import LocalExchange
 from gradherd.hooks.state import NOT_FOR_DCP, HerdState, RefuseDCP, part_of_rank
 from gradherd.ordering.batches import FollowedLoader
 from gradherd.ordering.sampler import OrderedSampler
+from gradherd.rows.layer_plan import unwrap_model
 
 log = logging.getLogger("gradherd")
 
@@ -35,8 +36,8 @@ class Herd:
         """Whether `detach` was not called yet."""
         # Weak, so that a model dropped without detach() can be freed, and its sampler attached
         # again.
-        self._model = weakref.ref(inner(model))
-        attached_models.add(inner(model))
+        self._model = weakref.ref(unwrap_model(model))
+        attached_models.add(unwrap_model(model))
 
     def _refuse_detached(self, what: str) -> None:
         """Raise RuntimeError after detach: a stale herd must not look as if it still worked."""
