@@ -65,7 +65,7 @@ def like_plain_modules(shape, **more):
     plain = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     group = mesh["replicate"].get_group()
     world = gh.World(dist.get_rank(group), dist.get_world_size(group), group)
-    exchange = LocalExchange(net, plain, settings("dense", **more), world)
+    exchange = LocalExchange(net, plain, settings("dense", **more), world, None)
     first = dist.get_rank() // shape[1] * shape[1]
     for step in steps:
         plain.zero_grad()
