@@ -180,6 +180,8 @@ compare digits --tune lr=1 --lr 1 | --lr and --tune
 compare digits --sparsifiers exdyna:x | exdyna:x
 compare digits --sparsifiers exdyna:2 | exdyna:2
 compare digits --sparsifiers exdyna:0.1@0 | exdyna:0.1@0
+compare digits --sparsifiers dense,exdyna-int3 | unknown 'int3'; choose from fp32
+compare digits --sparsifiers exdyna,dense-int4 | 'dense-int4' has a format of values
 compare digits --seeds 1.5 | --seeds must be a whole number, got '1.5'
 compare digits --resume | --resume needs --out
 compare digits --seeds 10000000000 | --seeds must be at most 10,000, got 10000000000

@@ -28,7 +28,7 @@ from gradherd.cli.terminal import under_torchrun
 from gradherd.lab.tasks.data_files import check_data_dir, find_dataset
 from gradherd.lab.train import POWERSGD, ROWS, exchange_names
 from gradherd.lab.train.config import Exchange, RunSetting, run_settings
-from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
+from gradherd.sparsify.message_sizes import DEFAULT_DENSITY, VALUE_FORMATS
 from gradherd.sparsify.registry import takes_density
 
 if TYPE_CHECKING:
@@ -174,27 +174,32 @@ def check_data(task: Task, data_dir: Path | None, configs: Sequence[RunConfig] =
 
 
 def _exchange(word: str) -> Exchange:
-    """Read a sparsifier, with a density and local steps of its own if given.
+    """Read a sparsifier, with values of few bits, a density and local steps of its own if given.
 
     local-4 is dense@4: all coordinates in one bit after every fourth step.
 
-    >>> _exchange("exdyna:0.02@30")
-    Exchange(sparsify='exdyna', density=0.02, local_steps=30)
+    >>> _exchange("exdyna-int4:0.02@30")
+    Exchange(sparsify='exdyna', density=0.02, local_steps=30, values='int4')
     """
     # As `gradherd advise` calls it.
     recipe = re.fullmatch(r"local-(\w+)", word)
     rest, at, steps = (f"dense@{recipe[1]}" if recipe else word).partition("@")
-    name, colon, part = rest.partition(":")
+    method, colon, part = rest.partition(":")
+    name, dash, form = method.partition("-")
     one_of(exchange_names())(name)
+    values = one_of(VALUE_FORMATS)(form) if dash else None
     try:
         density, local_steps = share(part) if colon else None, whole(1)(steps) if at else None
         if density is not None and name == "dense":
             raise ValueError("has a density, and dense sends all")
+        if values and (name == POWERSGD or (name == "dense" and not at)):
+            raise ValueError(f"has a format of values, and {name} has only one")
     except ValueError as error:
         raise ValueError(
-            f"{word!r} {error}; write NAME, NAME:DENSITY, NAME:DENSITY@STEPS or local-STEPS"
+            f"{word!r} {error}; write NAME, NAME-VALUES, NAME:DENSITY, NAME:DENSITY@STEPS or "
+            "local-STEPS"
         ) from None
-    return Exchange(name, density, local_steps)
+    return Exchange(name, density, local_steps, values)
 
 
 exchanges = separated(_exchange, f"of {', '.join(exchange_names())}")

@@ -182,6 +182,16 @@ def test_other_settings_hardware_and_versions_are_named():
     assert compare(orders()).notes == ()
 
 
+def test_values_of_few_bits_are_what_is_compared():
+    """The name of an arm tells them at every step, not beside local steps."""
+    runs = orders(names=("d-rr", "cd-grab"))
+    methods = [{"values": "int4"}, {"values": "int4", "blocks": 64}]
+    for given, steps, told in ((0, None, False), (1, None, True), (0, 4, True)):
+        config = {**runs[3].config, "method": methods[given], "local_steps": steps}
+        notes = " ".join(compare([*runs[:3], replace(runs[3], config=config)]).notes)
+        assert ("method" in notes) == told, notes
+
+
 def test_density_and_padding_are_means():
     dense, exdyna, _ = compare(sparsifiers()).arms
     assert (dense.mean_density, dense.padding) == (1, None)

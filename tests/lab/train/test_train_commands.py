@@ -193,11 +193,13 @@ def test_what_is_compared_by_default(capsys, tmp_path):
     )
     assert code == 0 and "cd-grab" in told and "report:" in told
     code, told, _ = run(
-        capsys, "compare", "digits", "--sparsifiers", "dense,topk", *SMALL, "--seeds", 1,
-        "--virtual", "--out", tmp_path / "b", "--json",
+        capsys, "compare", "digits", "--sparsifiers", "dense,topk,topk-int4:0.02", *SMALL,
+        "--seeds", 1, "--virtual", "--out", tmp_path / "b", "--json",
     )  # fmt: skip
     arms = json.loads(told)["arms"]
     assert [(arm["order"], arm["sparsify"], arm["density"]) for arm in arms] == [
         ("d-rr", "dense", None),
         ("d-rr", "topk", 0.01),
+        ("d-rr", "topk-int4", 0.02),
     ]
+    assert arms[2]["bytes"] < arms[1]["bytes"]

@@ -89,7 +89,7 @@ def _settings(arms: Sequence[ArmSummary]) -> Iterator[str]:
     differing = []
     for name in names:
         # As text: settings may be lists or tables, which cannot be put in a set.
-        values = list(dict.fromkeys(setting_text(config.get(name)) for config in configs))
+        values = list(dict.fromkeys(setting_text(_beside(config, name)) for config in configs))
         if len(values) > 1:
             differing.append(f"{printable(name, 40)} ({', '.join(values[:4])})")
     # Equal settings can still mean other data: a file may differ between machines.
@@ -102,6 +102,14 @@ def _settings(arms: Sequence[ArmSummary]) -> Iterator[str]:
             "The runs differ in more than what is compared, which may explain a difference: "
             f"{listed(differing[:8])}."
         )
+
+
+def _beside(config: Mapping[str, Any], name: str) -> Any:
+    """Return a setting without what the name of an arm tells: how values are sent at every step."""
+    value = config.get(name)
+    if name != "method" or not isinstance(value, dict) or config.get("local_steps") is not None:
+        return value
+    return {key: one for key, one in value.items() if key != "values"} or None
 
 
 def setting_text(value: Any) -> str:

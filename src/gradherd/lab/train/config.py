@@ -179,9 +179,14 @@ class RunConfig(Hyperparameters):
 
     @property
     def exchange(self) -> str:
-        """Name of the exchange in records: the sparsifier, and how often it runs if not always."""
-        local = "" if self.local_steps is None else f" every {self.local_steps}"
-        return f"{self.sparsify}{local}"
+        """Name of the exchange in records: the sparsifier, and how often it runs if not always.
+
+        Values of few bits are named, as `gradherd advise` does: exdyna-int4.
+        """
+        if self.local_steps is not None:
+            return f"{self.sparsify} every {self.local_steps}"
+        values = (self.method or {}).get("values", "fp32")
+        return self.sparsify if values == "fp32" else f"{self.sparsify}-{values}"
 
     @property
     def arm(self) -> tuple[str, str, float | None]:
@@ -269,6 +274,8 @@ class Exchange(NamedTuple):
     density: float | None = None
     """None is the density that all arms share."""
     local_steps: int | None = None
+    values: str | None = None
+    """How values are sent; None is the default of methods, or of local steps."""
 
 
 def sparse_recipe(config: RunConfig) -> RunConfig:
@@ -322,6 +329,7 @@ def plan_runs(
             # One --density serves all arms; a dense run has none.
             density=None if exchange.sparsify == "dense" else exchange.density or density,
             local_steps=exchange.local_steps,
+            method=exchange.values and {"values": exchange.values},
             seed=seed,
             **chosen,
         )
