@@ -7,6 +7,7 @@ Shapes: T time steps of an epoch (the units of the longest worker), b time steps
 M workers, N units of all, W streams, D columns of a row, C values of a sign rule's carry.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -183,9 +184,9 @@ class SignState(EpochState):
         The others stay as they are: 0, where units keep their place, or that of an odd unit. Time
         steps that were seen but have no sign are counted: they are not finite.
         """
-        steps = sides[..., 0].numel()
+        steps = math.prod(sides.shape[:-1])
         own = self.sides[first : first + steps].view_as(sides)
-        own.copy_(torch.where(seen, sides, own))
+        torch.where(seen, sides, own, out=own)
         if (counted := sides * seen).any():
             self.broken = 0
         elif seen.any():
