@@ -352,10 +352,10 @@ def test_rows_may_be_overwritten_once_they_are_released():
     for row in rows:
         lent = row.clone()
 
-        def release(lent=lent):  # The next exchange writes there.
+        def release(spare, lent=lent):  # The next exchange writes there.
             nonlocal released
             released += 1
-            lent.fill_(torch.nan)
+            (lent if spare is None else spare).fill_(torch.nan)
 
         run(ordering.learn(ShardedRows((lent.unsqueeze(0),), release)), World.single())
         run(expected.learn(ShardedRows((row.unsqueeze(0),))), World.single())
