@@ -317,6 +317,10 @@ class ColumnLayout(NamedTuple):
         """Return the (R, C) columns of all ranks; zero where a parameter is missing."""
         return torch.cat([span.cut(by_name, ranks) for span in self.spans], dim=1)
 
+    def split(self, slices: Tensor) -> tuple[Tensor, ...]:
+        """Return the (R, w) columns of each span, of (R, C) slices."""
+        return torch.split(slices, [span.width(len(slices)) for span in self.spans], dim=1)
+
     def columns(self, by_name: Mapping[str, Tensor], world: World) -> Tensor:
         """Return this rank's (C,) columns of a vector, given by parameter."""
         return self.cut(by_name, world.size)[world.rank]
@@ -327,9 +331,8 @@ class ColumnLayout(NamedTuple):
         Returns:
             The flat elements of each parameter, by name.
         """
-        widths = [span.width(world.size) for span in self.spans]
-        slices = torch.split(all_gather(columns, world).value, widths, dim=1)
         found: dict[str, Tensor] = {}
+        slices = self.split(all_gather(columns, world).value)
         for span, own in zip(self.spans, slices, strict=True):
             found.update(span.join(own))
         return found

@@ -30,7 +30,6 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -400,12 +399,7 @@ class ShardedCoordination(SlicedTransport):
             for group in self._groups
             for p in group.parameters
         )
-        self.layout, widths = ColumnLayout(spans), [span.width(world.size) for span in spans]
-        ends = list(accumulate(widths))
-        self._columns = {
-            span.name: slice(end - width, end)
-            for span, end, width in zip(spans, ends, widths, strict=True)
-        }
+        self.layout, self._names = ColumnLayout(spans), [span.name for span in spans]
         self.total_bytes, self.stopwatch = 0, Stopwatch()
         self._blocks: list[tuple[Sequence[ShardedParameter], Tensor, float]] = []
         self._slices: Tensor | None = None  # (R, C) of the batch that is being signed
@@ -447,14 +441,12 @@ class ShardedCoordination(SlicedTransport):
         self._slices = slices
         # Parameters without a gradient in this batch are in no block.
         slices.zero_()
+        own = dict(zip(self._names, self.layout.split(slices), strict=True))
         for present, block, factor in blocks:
-            at = 0
-            for parameter in present:
-                width = parameter.span.width(size)
-                if parameter.name in self._columns:  # else it was frozen when this was attached
-                    own = slices[:, self._columns[parameter.name]]
-                    own.add_(block[:, at : at + width], alpha=factor)
-                at += width
+            parts = ColumnLayout(tuple(parameter.span for parameter in present)).split(block)
+            for parameter, part in zip(present, parts, strict=True):
+                if parameter.name in own:  # else it was frozen when this was attached
+                    own[parameter.name].add_(part, alpha=factor)
         return (slices,), self._refill
 
     def _refill(self, instead: Tensor | None) -> None:
