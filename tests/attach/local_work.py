@@ -398,6 +398,18 @@ def in_ddp(rank):
     return found, grads, called.broadcast_buffers
 
 
+def gathered_before_the_first_step():
+    """Go on from a state of an optimizer that holds nothing yet."""
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5)
+    herd = gh.attach(net, optimizer=optimizer, local=CASES["sparse"])
+    state = [herd.state_dict(gather=True)]  # on rank 0
+    torch.distributed.broadcast_object_list(state)
+    herd.load_state_dict(state[0])
+    herd.detach()
+    return vector(net)
+
+
 def ordered(rank):
     """Train with an order that learns from the gradients of all ranks."""
     generator = torch.Generator().manual_seed(1)
@@ -449,6 +461,7 @@ def everything():
         "another optimizer": another_optimizer(rank),
         "ordered": ordered(rank),
         "in ddp": in_ddp(rank),
+        "gathered early": gathered_before_the_first_step(),
     }
 
 

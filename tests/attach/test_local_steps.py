@@ -191,6 +191,11 @@ def test_a_layer_that_one_rank_has_used_is_resumed_with_its_moments(ranks, optim
         assert torch.equal(*result["branched"][optimizer, used_by])
 
 
+def test_a_state_gathered_before_the_first_step_is_loaded(ranks):
+    for result in ranks:
+        assert torch.equal(result["gathered early"], vector(model()))
+
+
 def test_steps_of_another_optimizer_are_said_and_not_lost(ranks):
     results = [result["another optimizer"] for result in ranks]
     mean = torch.stack([own for _, own, *_ in results]).mean(0)

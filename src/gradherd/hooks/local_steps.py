@@ -469,11 +469,13 @@ class LocalExchange(ModelExchange):
         for name, buffer in self._weights.buffers().items():
             if name in state.get("buffers", {}):
                 buffer.detach().copy_(state["buffers"][name])
+        # Empty before the optimizer's first step: gathered states leave that out.
+        moments = state.get("optimizer", {})
         if not self.sharded:
-            self._load_optimizer(state["optimizer"], state["used"])
+            self._load_optimizer(moments, state["used"])
         # A model or an optimizer that is loaded later would undo it.
         self._set_by = "herd.load_state_dict()"
-        self._set = dict(state["optimizer"]) | self._copy_tensors()
+        self._set = dict(moments) | self._copy_tensors()
 
     @torch.no_grad()
     def _load_optimizer(
