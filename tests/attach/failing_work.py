@@ -151,7 +151,7 @@ def metrics_after_a_failed_exchange():
     herd, optimizer = gh.attach(ddp, order=sampler), torch.optim.SGD(ddp.parameters(), lr=0.1)
 
     def has_left(slices, claim, release):
-        release()
+        release(None)
         raise RuntimeError("connection closed by peer")
 
     for number, (x, y) in enumerate(herd.batches(DataLoader(data, batch_size=4, sampler=sampler))):
