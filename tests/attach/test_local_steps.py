@@ -545,3 +545,17 @@ def test_states_of_an_exchange_under_way_are_merged():
             assert not torch.equal(*own)
             torch.testing.assert_close(mean, sum(own) / 2)
     assert torch.equal(merged["arrival"]["mean"], states[1]["arrival"]["mean"])
+
+
+def test_a_state_that_lacks_something_is_refused_as_a_whole():
+    net = model()
+    herd = gh.attach(net, optimizer=torch.optim.AdamW(net.parameters()), local=gh.LocalSteps())
+    state, before = herd.state_dict(), vector(net)
+    for key in ("step", "taken", "local_steps", "called_off", "synced", "used"):
+        local = {name: one for name, one in state["local"].items() if name != key}
+        local["shared"] = {name: one + 1 for name, one in local["shared"].items()}
+        with pytest.raises(ValueError, match=f"local state has no '{key}': another version"):
+            herd.load_state_dict(state | {"local": local})
+        assert torch.equal(vector(net), before)
+    herd.load_state_dict(state)
+    herd.detach()

@@ -221,6 +221,14 @@ class ModelExchange:
                     f"{saved.get(name, 'none')}, expected {shapes.get(name, 'none')}"
                 )
         self._worker.check_state(state, self.key)
+        if lacking := [key for key in self._needed() if key not in state]:
+            raise ValueError(
+                f"{self.key} state has no {lacking[0]!r}: another version of gradherd has saved it"
+            )
+
+    def _needed(self) -> tuple[str, ...]:
+        """Return what every state has, besides what else is checked."""
+        return ("step",)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where a state was saved that fits (`check_state`)."""

@@ -442,6 +442,11 @@ class LocalExchange(ModelExchange):
                 "with overlap=True"
             )
 
+    def _needed(self) -> tuple[str, ...]:
+        """Those of the base, and where this rank was."""
+        keys = (*super()._needed(), "taken", "local_steps", "called_off", "synced")
+        return keys if self.sharded else (*keys, "used")
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state, and set this rank's weights to what they were."""
         self._complete()
