@@ -13,7 +13,7 @@ from gradherd.hooks import fsdp
 from gradherd.torch_names import OPTIONAL_NAMES, PRIVATE_NAMES, missing_names
 
 ROOT = Path(torch_names.__file__).parent
-FILES = sorted(path for room in ("hooks", "rows") for path in (ROOT / room).glob("*.py"))
+FILES = sorted(path for room in ("comm", "hooks", "rows") for path in (ROOT / room).glob("*.py"))
 ALLOWED = {part for name in PRIVATE_NAMES | OPTIONAL_NAMES for part in name.split(".")}
 FSDP = {
     *fsdp.GROUP_NAMES, *fsdp.PARAMETER_NAMES, *fsdp.STATE_NAMES,

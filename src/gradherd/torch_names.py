@@ -34,6 +34,17 @@ PRIVATE_NAMES = {
     "torch.amp.GradScaler._get_scale_async": "the loss scale without waiting for the GPU",
     "torch.nn.parallel.DistributedDataParallel._comm_hooks": "tells whether DDP has a hook: it "
     "takes one for its lifetime",
+    "torch.Tensor._indices": "the size of a sparse gradient that is not coalesced",
+    "torch.Tensor._values": "the same",
+    "torch.distributed.distributed_c10d._get_process_group_store": "the store of a group; "
+    "torch 2.7 has no `ProcessGroup.get_group_store`",
+    "torch.distributed.ProcessGroup._get_backend": "leads to the timeout of a group",
+    "torch.distributed.ProcessGroup._device_types": "for which devices a group has backends",
+    "torch.distributed.distributed_c10d._world": "tells whether a group was destroyed, and knows "
+    "the ranks of one that only some ranks make",
+    "torch.distributed.distributed_c10d._new_process_group_helper": "makes a group that only some "
+    "ranks make",
+    "torch.distributed.distributed_c10d._get_default_store": "the store through which they meet",
 }
 """By their full names."""
 OPTIONAL_NAMES = {
@@ -42,6 +53,8 @@ OPTIONAL_NAMES = {
     "tap, which is slower",
     "torch._C._cuda_getCurrentRawStream": "the number of the current stream, for every layer; the "
     "public way takes as long as a launch. Builds of torch for CPUs have no such name",
+    "torch._C._distributed_c10d.Backend.Options._timeout": "how long a rank waits for its peers; "
+    "without it, as long as torch's default says",
 }
 """Those that a version may lack."""
 
