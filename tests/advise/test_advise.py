@@ -228,6 +228,21 @@ def test_the_break_even_is_where_the_lines_cross(one):
         assert all(gain(limit * 4**step) <= 0 for step in range(1, 6))
 
 
+@pytest.mark.parametrize("bandwidth", [1e9, 5e9, 2e10])
+def test_what_is_faster_and_has_lost_quality_is_not_called_slow(bandwidth):
+    link = NetworkLink(bandwidth=bandwidth, latency=5e-5)
+    overheads = typical_overheads("cpu", 1e6)
+    found = advise(Setting(params=1e6, workers=2, link=link, backward=8e-3, forward=4e-3,
+                           overheads=overheads, overlap=0.0))  # fmt: skip
+    plain = [one for one in found["choices"] if one["order"] == "d-rr"]
+    steps = {one["exchange"]: one["step_seconds"] for one in plain}
+    assert found["recommended"] == "dense"
+    is_faster = min(steps.values()) < 0.9 * steps["dense"]
+    assert is_faster == (bandwidth < 2e10)
+    assert ("has lost quality in our records" in found["advice"]) == is_faster
+    assert ("nothing here is more than 10 % faster" in found["advice"]) != is_faster
+
+
 def test_no_on_a_fast_link_and_yes_on_a_slow_one():
     small = setting(params=11e6, backward=0.015, forward=0.008)
     fast = advise(replace(small, link=NetworkLink(bandwidth=2.4e12, latency=5e-6)))

@@ -230,10 +230,10 @@ def _conclusion(
     if chosen.exchange == "dense":
         fastest = _best(steps, list(steps))
         span = _between(*speedup_range(setting, fastest.exchange, "dense"))
-        return (
-            f"So keep dense: nothing here is more than 10 % faster ({label(setting, fastest)}: "
-            f"{span} as fast {_IF_WRONG})."
-        )
+        reason = "nothing here is more than 10 % faster"
+        if fastest.step_seconds < _WORTHWHILE * chosen.step_seconds:
+            reason = "what is more than 10 % faster here has lost quality in our records"
+        return f"So keep dense: {reason} ({label(setting, fastest)}: {span} as fast {_IF_WRONG})."
     best = ", the best that torch has"
     if chosen.exchange in RIVALS:
         others = [name for name in RIVALS if name != chosen.exchange]
