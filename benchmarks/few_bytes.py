@@ -143,8 +143,8 @@ class Arm:
     """A method and its settings."""
 
     kind: str
-    """dense, gradients (exchanged at every step), local, or a peer: sparseloco, demo,
-    onebit-adam."""
+    """dense, gradients (exchanged at every step), preconditioned (the same, each divided by a
+    second moment of all workers first), local, or a peer: sparseloco, demo, onebit-adam."""
     method: str = "dense"
     density: float | None = None
     values: str = "fp32"
@@ -188,6 +188,8 @@ ARMS = {
     "exdyna-0.01": Arm("gradients", "exdyna", 0.01),
     "exdyna-0.05-int4": Arm("gradients", "exdyna", 0.05, "int4"),
     "exdyna-0.1-int2": Arm("gradients", "exdyna", 0.1, "int2"),
+    "preconditioned-0.01": Arm("preconditioned", "exdyna", 0.01),
+    "preconditioned-0.05-int4": Arm("preconditioned", "exdyna", 0.05, "int4"),
     "exdyna-local": replace(LOCAL, method="exdyna", density=0.5, values="int2", every=8,
                             lr=2.8e-3, outer_lr=0.7, outer_momentum=0.5),
     "topk": Arm("gradients", "own-topk", 0.002),
@@ -306,6 +308,9 @@ class Run:
         if arm.kind == "onebit-adam":
             self._onebit_adam(blocks, rate, corrections)
             return
+        if arm.kind == "preconditioned":
+            self._preconditioned(blocks, rate, corrections)
+            return
         if arm.kind == "demo":
             grads = self._grads(self._weights.expand(self._workers, -1), blocks)
             self._weights.mul_(1 - rate * DECAY).sub_(rate * exchange.step(grads).sign())
@@ -347,6 +352,20 @@ class Run:
         self._m = self._exchange.step(momenta)[None]
         self.bytes += self._exchange.metrics["bytes"]
         self._weights.mul_(1 - rate * DECAY).sub_(rate * self._m / self._frozen)
+
+    def _preconditioned(self, blocks: Tensor, rate: Tensor, corrections: Tensor) -> None:
+        """Residuals of what would move weights: gradients over a root that all workers share.
+
+        The rate enters before the residual, so what waits is not scaled by a later one; momentum
+        follows the exchange. The mean of squares is up to date at every step, and paid for as an
+        all-reduce in bf16 of every 50th: more than that would hardly change it.
+        """
+        grads = self._grads(self._weights.expand(self._workers, -1), blocks)
+        self._v.mul_(BETAS[1]).add_(grads.square().mean(0), alpha=1 - BETAS[1])
+        mean = self._exchange.step(grads.div_((self._v / corrections[1]).sqrt() + 1e-8).mul_(rate))
+        self._m.lerp_(mean[None], 1 - BETAS[0])
+        self._weights.mul_(1 - rate * DECAY).sub_(self._m)
+        self.bytes += self._exchange.metrics["bytes"] + self._dense_bytes // (2 * 50)
 
     @torch.no_grad()
     def _perplexity(self) -> float:

@@ -1,15 +1,16 @@
-"""What local steps in one bit cost the tasks of a study: ResNet-18 and LeNet with SGD, SST-2.
+"""What few bytes cost the tasks of a study: ResNet-18 and LeNet with SGD, SST-2.
 
 Takes the settings of a study, such as studies/resnet18-long.toml, and trains its task on simulated
 workers (`VirtualTrainer`), which send what ranks would send. Usage:
 
     python benchmarks/few_bytes_tasks.py --out tasks.jsonl --study studies/resnet18-long.toml
-        --arms dense,local-4:lr=0.1,local-16:outer_lr=0.8:outer_momentum=0.6 [--seeds 0,1,2]
+        --arms dense,local-4:lr=0.1,powersgd:density=0.008 [--seeds 0,1,2]
         [--epochs 60] [--evaluate-every 5] [--limit 1000] [--device cuda] [--part 0/4] [--eager]
 
-An arm is dense or local-H, with settings of a run or of `LocalSteps` after a colon. Writes a line
-of JSON for each evaluation: epoch, metric, bytes sent by a worker, and how many times fewer that is
-than the float32 all-reduce of every step.
+An arm is local-H, or the name of what exchanges gradients at every step (dense, powersgd, exdyna),
+with settings of a run or of `LocalSteps` after a colon. Writes a line of JSON for each evaluation:
+epoch, metric, bytes sent by a worker, and how many times fewer that is than the float32 all-reduce
+of every step.
 """
 
 import argparse
@@ -74,8 +75,10 @@ def config_of(arm: str, study: dict[str, Any], task: Task, **chosen: Any) -> Run
         key, text = change.split("=")
         own = given if key in run_settings() else local
         own[key] = text if key == "values" else float(text)
-    if name != "dense":
+    if name.startswith("local-"):
         given |= {"local_steps": int(name.removeprefix("local-")), "method": local or None}
+    elif name != "dense":
+        given |= {"sparsify": name}
     return RunConfig.of(task.name, task.defaults, virtual=True, **given)
 
 
