@@ -288,6 +288,10 @@ def test_every_loop_ends_as_it_should():
 @pytest.mark.gpu
 @only_gpu
 def test_loops_with_an_exchange_beside_them_end_on_a_gpu():
-    ways = "destroyed,detached,destroyed-detached,left,broken-off,raised"
+    # Not "destroyed": nccl's own memory is gone while the thread is in it, and the process dies if
+    # the exchange was late. `LocalSteps.overlap` says what to call first.
+    ways = "detached,left,broken-off,raised"
     options = ("--kinds", "local,overlap", "--ends", ways, "--backend", "nccl")
     assert ends.unexpected(1, *options) == {}
+    ways = "destroyed,destroyed-detached"
+    assert ends.unexpected(1, "--kinds", "local", "--ends", ways, "--backend", "nccl") == {}

@@ -65,7 +65,8 @@ class LocalSteps:
     overlap: bool = False
     """Whether the exchange runs in a thread beside the next steps: through a group of its own, and
     on a GPU on a stream of its own. Where gloo exchanges what a GPU computes, residuals and shared
-    weights are in CPU memory."""
+    weights are in CPU memory. Call `sync()` or `detach()` before `destroy_process_group()`: nccl
+    may kill a process whose group is destroyed under an exchange."""
     delay: int | None = None
     """With `overlap`: after how many steps the result is applied; None is half of `every`. It is a
     fixed number, so that a resumed run has the same bits."""
