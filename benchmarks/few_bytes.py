@@ -8,7 +8,7 @@ send; peers that gradherd does not have are in `few_bytes_peers.py`. Usage:
 
     python -m benchmarks.few_bytes --out few-bytes.jsonl [--arms dense,local-4] [--seeds 0,1,2]
         [--epochs 10] [--workers 8] [--blocks 8] [--width 192] [--layers 4] [--head 32]
-        [--bytes 256] [--data tokens.npz] [--part 0/4]
+        [--bytes 256] [--limit 24000] [--data tokens.npz] [--part 0/4]
 
 Arms are names of `ARMS`, with settings after a colon if they differ: local-4:lr=2e-3:outer_lr=0.9.
 Writes one line of JSON per run: test perplexity after each epoch, bytes sent by a worker, and how
@@ -420,6 +420,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--head", type=int, default=32)
     parser.add_argument("--bytes", type=int, default=0, help="length of blocks of bytes")
+    parser.add_argument("--limit", type=int, help="train on so many blocks")
     parser.add_argument("--data", type=Path)
     parser.add_argument("--part", default="0/1", help="which runs of how many shares")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -427,7 +428,8 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     # cuDNN's attention returns NaN for some shapes (pytorch/pytorch#196678).
     torch.backends.cuda.enable_cudnn_sdp(False)
-    tokens = read_tokens(options.data, options.bytes, torch.device(options.device))
+    train, test = read_tokens(options.data, options.bytes, torch.device(options.device))
+    tokens = train[: options.limit], test
     sizes = (256, options.bytes) if options.bytes else (TOKENS, LENGTH)
     shape = Shape(options.width, options.layers, options.head, *sizes)
     runs = [
