@@ -7,7 +7,7 @@ import pytest
 import torch
 from benchmarks.few_bytes import Run, Shape, arm_of
 from benchmarks.few_bytes_peers import DeMo, TopK, cosines, frozen_root
-from benchmarks.few_bytes_tasks import compiled
+from benchmarks.few_bytes_tasks import compiled, config_of
 from torch import nn
 
 from gradherd.comm.sliced_mean import mean_bytes
@@ -98,6 +98,7 @@ def text():
         "topk:density=0.05:lr=1e-2",
         "demo:k=64:lr=1e-2",
         "onebit-adam:warm=0.25:lr=1e-2",
+        "onebit-adam:kind=preconditioned:lr=1e-2",
         "local-4:lr=2e-2",
     ],
 )
@@ -111,12 +112,14 @@ def test_a_peer_trains_a_language_model_and_counts_its_bytes(arm, text):
     dense = mean_bytes(dim, 2)
     one_bit = run._exchange.metrics["bytes"]
     expected = {
-        "topk": steps * 1 * (4 * int(0.05 * dim) + 2),
-        "demo": steps * run._exchange.metrics["bytes"],
+        "topk:density=0.05": steps * 1 * (4 * int(0.05 * dim) + 2),
+        "demo:k=64": steps * run._exchange.metrics["bytes"],
         # The dense exchanges at the beginning count.
-        "onebit-adam": 15 * dense + 45 * one_bit,
+        "onebit-adam:warm=0.25": 15 * dense + 45 * one_bit,
+        # Half of the precision for the second moment, every 50th step.
+        "onebit-adam:kind=preconditioned": steps * (one_bit + dense // 100),
         "local-4": 15 * one_bit,
-    }[arm.split(":")[0]]
+    }[arm.partition(":lr=")[0]]
     assert record["bytes"] == expected and record["fewer"] == round(steps * dense / expected, 1)
     # One bit both ways, and a level of 2 bytes for each 256.
     if arm.startswith(("onebit", "local")):
@@ -172,3 +175,13 @@ def test_compiled_passes_of_all_workers_are_one_graph_and_change_their_own_stati
     for own, slow in zip(workers, same, strict=True):
         torch.testing.assert_close(dict(own.named_buffers()), dict(slow.named_buffers()))
     assert not torch.equal(model.norm.running_mean, workers[1].norm.running_mean)
+
+
+def test_an_arm_of_a_task_is_a_run_with_the_settings_of_its_study():
+    study = {"settings": {"workers": 4, "epochs": 7}}
+    low_rank = config_of("powersgd:density=0.1:lr=0.2", study, NormTask())
+    assert (low_rank.sparsify, low_rank.density, low_rank.lr) == ("powersgd", 0.1, 0.2)
+    assert (low_rank.workers, low_rank.epochs, low_rank.local_steps) == (4, 7, None)
+    local = config_of("local-3:outer_lr=0.8", study, NormTask(), epochs=2)
+    assert (local.local().every, local.local().outer_lr, local.epochs) == (3, 0.8, 2)
+    assert config_of("dense", study, NormTask()).density is None
