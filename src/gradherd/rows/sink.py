@@ -271,11 +271,11 @@ class SinkPool:
             is_aligned = (at | grads_at) % 16 == 0
             planned = layer.planned(use, inputs, grads, is_aligned)
             if planned is not None:
-                plan, (key, width, start) = planned
+                plan, place = planned
                 use = (*use[:3], False, use[4])
-                table = backward.table(stream, key, width)
-                out = table.room(examples).data_ptr() + start * self.like.itemsize
-                plan.run(stream, at, grads_at, out, table.scratch(plan.scratch))
+                first = backward.room(stream, place, examples).data_ptr()
+                out, scratch = first + place[2] * self.like.itemsize, plan.scratch
+                plan.run(stream, at, grads_at, out, backward.scratch(stream, scratch))
                 backward.sizes.add(examples)
         if not (use[3] or use[4]):
             return
@@ -283,8 +283,7 @@ class SinkPool:
         for slot, rows in ((SINGLE if use[2] else MATRIX, found[0]), (VECTOR, found[1])):
             if rows is not None:
                 backward.sizes.add(len(rows))
-                key, width, start = layer.place(slot)
-                backward.table(self._stream(), key, width).add(rows, start)
+                backward.add(self._stream(), layer.place(slot), rows)
 
     def watch_gradient(self, grads: Tensor) -> None:
         """Note if a gradient that has a graph, by create_graph=True, is differentiated itself."""
@@ -314,8 +313,8 @@ class SinkPool:
         self.on_arrival()  # may have the rows of an earlier backward taken
         self.sizes |= backward.sizes
         with torch.no_grad():
-            for (stream, key), table in backward.tables.items():
-                rows, before = table.room(0), self.arrived.get(key)
+            for (stream, key), rows in backward.rows.items():
+                before = self.arrived.get(key)
                 if stream != self._stream():  # for which autograd has had this one wait
                     rows.record_stream(torch.cuda.current_stream(rows.device))
                 if before is not None:
@@ -330,9 +329,8 @@ class SinkPool:
         assert rows is not None
         backward = self._this_backward()
         backward.accumulates = True
-        key, width, start = layer.place(slot)
         # A graph of CUDA writes its next results to the same place.
-        backward.table(self._stream(), key, width).add(rows, start, may_keep=False)
+        backward.add(self._stream(), layer.place(slot), rows, may_keep=False)
 
     def _signalled(self, signal: Tensor) -> None:
         """Note that a backward accumulates gradients."""
@@ -360,52 +358,20 @@ class SinkPool:
             self._open.pop(task).unwatch()
 
 
-class Table:
-    """Rows (B, N) that layers add to, of one stream."""
-
-    def __init__(self, examples: int, width: int, like: Tensor) -> None:
-        """Begin without rows.
-
-        Args:
-            examples: B.
-            width: N.
-            like: A tensor of the rows' dtype and device.
-        """
-        self._examples, self._width, self._like = examples, width, like
-        self._rows: Tensor | None = None
-        self._scratch = like.new_empty(0, dtype=torch.uint8)
-
-    def room(self, examples: int) -> Tensor:
-        """Return the rows: B, or more in a step that will be refused."""
-        if self._rows is None or examples > len(self._rows):
-            self._rows = self._like.new_zeros(max(self._examples, examples), self._width)
-        return self._rows
-
-    def scratch(self, size: int) -> int:
-        """Return the address of so many bytes for what kernels of the stream leave each other."""
-        if size > len(self._scratch):
-            # Kernels before may still use the old ones: the stream is one.
-            self._scratch = self._scratch.new_empty(size)
-        return self._scratch.data_ptr()
-
-    def add(self, rows: Tensor, start: int, *, may_keep: bool = True) -> None:
-        """Add rows (n, ...) from a column on; they may be kept as they are, if they are all."""
-        is_all = rows.shape == (self._examples, self._width) and rows.dtype == self._like.dtype
-        if self._rows is None and is_all and may_keep:
-            self._rows = rows.contiguous()
-        else:
-            here = self.room(len(rows))[: len(rows), start : start + rows.shape[1]]
-            here.add_(rows)
-
-
 class OpenBackward:
     """What a backward has brought so far: rows that wait until it is over."""
 
     def __init__(self, examples: int, like: Tensor) -> None:
-        """Begin with nothing; see `Table`."""
+        """Begin with nothing.
+
+        Args:
+            examples: B.
+            like: A tensor of the rows' dtype and device.
+        """
         self._examples, self._like = examples, like
-        self.tables: dict[tuple[int, str], Table] = {}
-        """By stream and key."""
+        self.rows: dict[tuple[int, str], Tensor] = {}
+        """Those that layers add to, by stream and key."""
+        self._scratch: dict[int, Tensor] = {}  # by stream
         self.sizes: set[int] = set()
         """Numbers of examples of what was added; not by compiled layers."""
         self.accumulates = False
@@ -413,19 +379,40 @@ class OpenBackward:
         self.handle: Any = None
         """Of the hook that tells so."""
 
-    def table(self, stream: int, key: str, width: int) -> Table:
-        """Return the rows of a stream and a key."""
-        found = self.tables.get((stream, key))
-        if found is None:
-            found = self.tables[stream, key] = Table(self._examples, width, self._like)
-        return found
+    def room(self, stream: int, place: Place, examples: int) -> Tensor:
+        """Return the rows that a place is in: B, or more in a step that will be refused."""
+        key, width, _ = place
+        rows = self.rows.get((stream, key))
+        if rows is None or examples > len(rows):
+            rows = self._like.new_zeros(max(self._examples, examples), width)
+            self.rows[stream, key] = rows
+        return rows
+
+    def scratch(self, stream: int, size: int) -> int:
+        """Return the address of so many bytes for what kernels of the stream leave each other."""
+        memory = self._scratch.get(stream)
+        if memory is None or size > len(memory):
+            # Kernels before may still use the old ones: the stream is one.
+            memory = self._scratch[stream] = self._like.new_empty(size, dtype=torch.uint8)
+        return memory.data_ptr()
+
+    def add(self, stream: int, place: Place, rows: Tensor, *, may_keep: bool = True) -> None:
+        """Add rows (n, ...) at a place; they may be kept as they are, if they are all."""
+        key, width, start = place
+        is_all = rows.shape == (self._examples, width) and rows.dtype == self._like.dtype
+        if is_all and may_keep and (stream, key) not in self.rows:
+            self.rows[stream, key] = rows.contiguous()
+        else:
+            here = self.room(stream, place, len(rows))
+            here[: len(rows), start : start + rows.shape[1]].add_(rows)
 
     def watch(self, parameter: Tensor) -> None:
         """Note if the gradient of a parameter is accumulated; one is enough."""
-        self.handle = parameter.register_post_accumulate_grad_hook(self._accumulated)
 
-    def _accumulated(self, parameter: Tensor) -> None:
-        self.accumulates = True
+        def accumulated(parameter: Tensor) -> None:
+            self.accumulates = True
+
+        self.handle = parameter.register_post_accumulate_grad_hook(accumulated)
 
     def unwatch(self) -> None:
         """Leave the parameter as it was."""

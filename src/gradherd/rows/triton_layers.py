@@ -121,34 +121,17 @@ def _combine_kernel(
     tl.store(at, tl.load(at, mask=mask, other=0.0) + total, mask=mask)
 
 
-class Factor(NamedTuple):
-    """Sizes and strides of a tensor of examples, positions and channels."""
-
-    examples: int
-    positions: int
-    channels: int
-    stride_n: int
-    stride_t: int
-    stride_c: int
-
-    @property
-    def strides(self) -> tuple[int, int, int]:
-        """Of the three."""
-        return self.stride_n, self.stride_t, self.stride_c
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "Factor | None":
-        """Describe (N, C), (N, T, C) or (N, C, height, width); None if no kernel can read it."""
-        seen = tensor
-        if tensor.dim() == 2:
-            seen = tensor.unsqueeze(1)
-        elif tensor.dim() == 4:
-            seen = tensor.flatten(2).transpose(1, 2)
-        is_copy = seen.data_ptr() != tensor.data_ptr()
-        if seen.dim() != 3 or is_copy or tensor.dtype not in TYPES or not tensor.numel():
-            return None
-        found = cls(*seen.shape, *seen.stride())
-        return found if 1 in (found.stride_t, found.stride_c) else None
+def _by_position(tensor: Tensor) -> Tensor | None:
+    """View (N, C), (N, T, C) or (N, C, height, width) as (N, T, C); None if kernels cannot read it."""
+    seen = tensor
+    if tensor.dim() == 2:
+        seen = tensor.unsqueeze(1)
+    elif tensor.dim() == 4:
+        seen = tensor.flatten(2).transpose(1, 2)
+    is_copy = seen.data_ptr() != tensor.data_ptr()
+    if seen.dim() != 3 or is_copy or tensor.dtype not in TYPES or not tensor.numel():
+        return None
+    return seen if 1 in seen.stride()[1:] else None
 
 
 Pair = tuple[int, int]
@@ -183,7 +166,7 @@ def plan_product(
         is_aligned: Whether both tensors begin at multiples of 16 bytes.
     """
     first, second = (grads, inputs) if projects_grads else (inputs, grads)
-    thin, wide = Factor.of(first), Factor.of(second)
+    thin, wide = _by_position(first), _by_position(second)
     if thin is None or wide is None or first.dtype != second.dtype or one.columns > _MOST_COLUMNS:
         return None
     if isinstance(one, FilterMap) and one.filters[0, 0].numel() > 1:
@@ -201,31 +184,31 @@ def plan_product(
             *first.shape[2:], second.shape[3], size[0] * size[1], size[1],
             *stride, *padding, *dilation,
         )  # fmt: skip
-    examples, positions, last = thin.examples, thin.positions, thin.stride_c == 1
+    (examples, positions, depth), last = thin.shape, thin.stride(2) == 1
     scratch = examples * positions * width * dtype.itemsize
-    if last and thin.stride_n == positions * thin.stride_t:  # one long example
+    if last and thin.stride(0) == positions * thin.stride(1):  # one long example
         examples, positions = 1, examples * positions
     block, channels = 64 if half else 32, 128 if last and width <= 64 else 64
-    if thin.channels > _MOST_CHANNELS and last and width <= 64:  # the head of a vocabulary
+    if depth > _MOST_CHANNELS and last and width <= 64:  # the head of a vocabulary
         block, channels = 16, 256
     while block > 32 and examples * triton.cdiv(positions, block) < _PROGRAMS:
         block //= 2
-    sides = (1, thin.channels) if is_filter else (columns, 1)
+    sides = (1, depth) if is_filter else (columns, 1)
     project = Launch(
         _project_kernel, (triton.cdiv(positions, block), examples, 1),
-        positions, thin.channels, columns, *thin.strides, *sides,
+        positions, depth, columns, *thin.stride(), *sides,
         kind, is_aligned, last, precision, width, block, channels,
     )  # fmt: skip
-    last = wide.stride_c == 1
+    (examples, positions, depth), last = wide.shape, wide.stride(2) == 1
     block, most = 64 if last else 32, 128
     if window is not None:  # which every program adds up again
         block = 128
-    while block > 32 and wide.examples * triton.cdiv(one.width, block) < _PROGRAMS // 2:
+    while block > 32 and examples * triton.cdiv(one.width, block) < _PROGRAMS // 2:
         block //= 2
-    most = 32 if wide.positions <= 32 else most if half else most // 2
+    most = 32 if positions <= 32 else most if half else most // 2
     combine = Launch(
-        _combine_kernel, (triton.cdiv(one.width, block), wide.examples, 1),
-        wide.positions, wide.channels, columns, one.folds, one.width, row, *wide.strides,
+        _combine_kernel, (triton.cdiv(one.width, block), examples, 1),
+        positions, depth, columns, one.folds, one.width, row, *wide.stride(),
         *moves, kind, is_aligned, last, window is not None, precision, width, most, block,
     )  # fmt: skip
     if isinstance(one, FilterMap):
