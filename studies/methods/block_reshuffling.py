@@ -5,7 +5,6 @@ block reshuffling and paired reversal; docs/orders.md says what is ours.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,14 +15,12 @@ from gradherd.ordering.random import SeededRandom
 from gradherd.ordering.shuffles import NextOrders, Shuffle
 
 
-def block_reshuffling(
-    orders: list[Tensor], sizes: Sequence[int], epoch: int, random: SeededRandom
-) -> list[Tensor]:
+def block_reshuffling(orders: list[Tensor], epoch: int, random: SeededRandom) -> list[Tensor]:
     """Reshuffle blocks, and units within them, in even epochs; reverse the order in odd ones.
 
     Depends on seed and epoch only, so a run may go to any epoch directly.
     """
-    even = epoch - epoch % 2
+    even, sizes = epoch - epoch % 2, [len(order) for order in orders]
     # Blocks are runs of the first epoch's random order: those of the data set could be sorted.
     following = [
         _reshuffled_blocks(first, within, blocks)

@@ -21,13 +21,13 @@ Shapes: b time steps of a call, M workers, K pairs, D columns.
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState, all_seen
+from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState
 from gradherd.ordering.random import SeededRandom
 
 
@@ -58,50 +58,39 @@ Blocks: TypeAlias = tuple[Tensor, ...]
 """(b, M, c) rows in blocks of columns, side by side."""
 
 
-class Pairs(NamedTuple):
-    """Pairs that were completed by a call."""
-
-    first: int
-    """Number of the first pair, counted from the start of the epoch."""
-    diffs: Tensor
-    """(K, M, D) first minus second row; arbitrary where one of the two is missing."""
-    seen: Tensor
-    """(K, M) whether both rows were seen."""
-
-
-def take_pairs(state: PairState, rows: Blocks, seen: Tensor, *, keep: bool = False) -> Pairs:
+def take_pairs(
+    state: PairState, rows: Blocks, seen: Tensor, *, keep: bool = False
+) -> tuple[Tensor, Tensor]:
     """Advance the state by b rows of each worker and return the pairs they complete.
 
     A pair is what a worker visits at time steps 2k and 2k+1. A row at an even step whose partner
-    is yet to come is copied into `state.pending`, so the caller may reuse its buffer.
+    is yet to come is copied into `state.pending`, so the caller may reuse its buffer. One whose
+    partner was skipped is not paired with the next row instead: pairs are tied to time steps, so
+    that pair k has the slots k and n-1-k on all workers.
 
     Args:
         state: Advanced by b steps.
         rows: Gradient of the unit each worker visited; arbitrary where not seen.
         seen: (b, M) which of them are real.
         keep: The caller gives away the rows, one step in one block, so they need not be copied.
+
+    Returns:
+        (K, M, D) first minus second row, arbitrary where one of the two is missing, and (K, M)
+        whether both were seen.
     """
-    if len(seen) and state.steps % 2 and state.pending is None:
-        # The partner of the first row was skipped. It is not paired with the next row instead:
-        # pairs are tied to time steps, so that pair k has the slots k and n-1-k on all workers.
-        rows, seen = _steps(rows, slice(1, None)), seen[1:]
-        state.steps += 1
-    first, count = state.steps // 2, len(seen)
     _place_odd_units(state, seen)
-    state.steps += count
-    if count and not count % 2 and state.pending is None and bool(seen.all()):
-        # Whole pairs of batches of even size, all of them seen: the usual case, at every step.
-        return Pairs(first, _differences(rows), all_seen(count // 2, seen.shape[1]))
+    begin, state.steps = state.steps, state.steps + len(seen)
     parts, masks = [], []
-    if state.pending is not None and count:
-        assert state.pending_seen is not None
-        # In place, since `pending` is a copy of our own. First minus second; published code
-        # also has second minus first, which only changes the sign of the running sum.
-        widths = [block.shape[-1] for block in rows]
-        for own, block in zip(state.pending.split(widths, -1), rows, strict=True):
-            own.sub_(block[0])
-        parts.append(state.pending.unsqueeze(0))
-        masks.append((state.pending_seen & seen[0]).unsqueeze(0))
+    if begin % 2 and len(seen):
+        if state.pending is not None:
+            assert state.pending_seen is not None
+            # In place, since `pending` is a copy of our own. First minus second; published code
+            # also has second minus first, which only changes the sign of the running sum.
+            widths = [block.shape[-1] for block in rows]
+            for own, block in zip(state.pending.split(widths, -1), rows, strict=True):
+                own.sub_(block[0])
+            parts.append(state.pending.unsqueeze(0))
+            masks.append((state.pending_seen & seen[0]).unsqueeze(0))
         rows, seen = _steps(rows, slice(1, None)), seen[1:]
         state.pending = state.pending_seen = None
     if len(seen) % 2:
@@ -112,9 +101,7 @@ def take_pairs(state: PairState, rows: Blocks, seen: Tensor, *, keep: bool = Fal
     if len(seen) or not parts:
         parts.append(_differences(rows))
         masks.append(seen[0::2] & seen[1::2])
-    diffs = parts[0] if len(parts) == 1 else torch.cat(parts)
-    both = torch.cat(masks)
-    return Pairs(first, diffs, both)
+    return (parts[0], masks[0]) if len(parts) == 1 else (torch.cat(parts), torch.cat(masks))
 
 
 def _steps(rows: Blocks, span: slice | int) -> Blocks:
@@ -182,21 +169,19 @@ class PairGraB(SignPolicy):
             state.pending_buffer = torch.empty_like(blocks[0][0])
         # Free since the pair before was signed. It goes back for the half pair that is kept.
         spare = state.pending_buffer
-        pairs = take_pairs(state, blocks, seen, keep=keep)
+        diffs, both = take_pairs(state, blocks, seen, keep=keep)
         if release is not None:
             release(spare if keep and state.pending is not None else None)
-        if not len(pairs.diffs):  # the first halves of pairs: every second step of training
+        if not len(diffs):  # the first halves of pairs: every second step of training
             return
-        sharded = isinstance(rows, ShardedRows)
-        signs, late = yield from self._sign(
-            state, pairs.diffs, pairs.seen, pairs.first, random, sharded=sharded
-        )
+        sharded, first = isinstance(rows, ShardedRows), state.steps // 2 - len(diffs)
+        signs, late = yield from self._sign(state, diffs, both, first, random, sharded=sharded)
         # + sends the first of a pair to the front. In one launch, as at every step.
         sides = signs.unsqueeze(1) * _both_sides(signs.device)
         if late:
-            state.late.append((2 * pairs.first, sides.flatten(0, 1)))
+            state.late.append((2 * first, sides.flatten(0, 1)))
         else:
-            state.place(2 * pairs.first, sides, pairs.seen.unsqueeze(1))
+            state.place(2 * first, sides, both.unsqueeze(1))
 
 
 @dataclass(frozen=True)

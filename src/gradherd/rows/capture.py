@@ -31,11 +31,11 @@ from gradherd.rows.settings import (
     TwoSidedRows,
     row_length,
 )
-from gradherd.rows.sink import ROW, SINGLE, Place, SinkPool, SketchedLayer, at_least_float32
+from gradherd.rows.sink import ROW, SINGLE, SinkPool, SketchedLayer, at_least_float32
 from gradherd.rows.sink_layers import DirectLayer
 from gradherd.rows.sink_maps import Map, MapSettings
 from gradherd.rows.sketch import CountSketch, hashes
-from gradherd.torch_names import current_backward, mark_constant
+from gradherd.torch_names import mark_constant
 
 log = logging.getLogger("gradherd")
 
@@ -101,27 +101,21 @@ class Capture:
         )
         self._pool.given_dim = settings.batch_dim
         self._dims = BatchDims(model, self._pool, batch_size=batch_size)
-        self._task = -1
-        self._began: Callable[[], None] = lambda: None
         self._look_traced = mark_constant(lambda *given: self._look_at_given(*given))
         plan = LayerPlan(model, self.spec, maps, self._pool, self._dims)
         self._uses, self._untap = plan.uses, plan.untap
         # Parameters whose gradients arrive as they are, and not as columns.
         self._whole = [name for name, uses in self._uses.items() if uses[0].layer.is_whole]
-        # Layers of the others, and their maps, by the key of rows that are kept apart.
-        self._sketched = {
+        # Maps of the others by the key of what arrives: of each layer by itself, and of all.
+        self._sketched: dict[str, tuple[SketchedLayer | None, Map]] = {
             own: (layer, one)
             for layer in self._pool.layers
             if not layer.is_whole
             for own, one in zip(layer.own_keys, layer.maps, strict=True)
             if one is not None
         }
-        self._layout: dict[str, Map] = {one.key: one for _, one in self._sketched.values()}
-        self._places = self._place_columns()
-        for layer in {layer for layer, _ in self._sketched.values()}:
-            layer.places = [
-                ("", 0, 0) if one is None else self._place_of(one) for one in layer.maps
-            ]
+        self._place([one for _, one in self._sketched.values()])
+        self._sketched |= {one.key: (None, one) for _, one in [*self._sketched.values()]}
         most = None if isinstance(settings, ExactRows) else settings.layers
         self._choice = LayerChoice(self._pool, self._open_to_choice(), most)
         self._check = RowCheck(
@@ -133,8 +127,6 @@ class Capture:
             register=sharded,
             also_at=(CHOSEN_AFTER, CHOSEN_AGAIN) if self._choice.is_needed else (),
         )
-        self._pool.on_arrival = self._check.began = self._begin
-        self._pool.is_apart = self._check.due
         if batch_size is not None:
             self._pool.make_sinks(batch_size)
         before = UncopiedHook(self._before_model, self._before_compiled)
@@ -193,16 +185,9 @@ class Capture:
     def _look_at_given(self, count: int, names: tuple[str, ...], *given: Any) -> None:
         self._look_at(given[:count], dict(zip(names, given[count:], strict=True)))
 
-    def _begin(self) -> None:
-        """Note that a backward has brought something."""
-        task = current_backward()
-        if task != self._task:
-            self._task = task
-            self._began()
-
     def on_backward(self, began: Callable[[], None]) -> None:
         """Call `began` before what each backward brings is noted."""
-        self._began = began
+        self._pool.before_first = began
 
     @property
     def waiting(self) -> bool:
@@ -229,7 +214,7 @@ class Capture:
             A byte for each parameter, not 0 if something is wrong with it, and the levels of
             layers (`LayerChoice`); None if no check is due.
         """
-        if not self._check.due:
+        if not self._pool.is_apart:
             return None
         self._refuse_mismatch(examples)
         mask, choice = self._check.check(examples), self._choice
@@ -270,7 +255,7 @@ class Capture:
             )
         if self._pool.arrived and not sizes and examples > self._pool.examples:
             sizes = {self._pool.examples}
-        if self._check.due and not sizes:  # compiled layers do not tell
+        if self._pool.is_apart and not sizes:  # compiled layers do not tell
             rest = [bool(rows[examples:].any()) for rows in self._pool.arrived.values()]
             sizes = {self._pool.examples} if any(rest) else sizes
         if len(sizes) > 1 or (sizes and examples not in sizes):
@@ -307,7 +292,6 @@ class Capture:
             self._warn_of_unfrozen()
         finally:
             self._check.next_batch(self._model.training)
-            self._pool.is_apart = self._check.due
             self.clear()
         # A mean divides the loss of each example by B; its own gradient is B times what arrived.
         return rows.mul_((examples if self._reduction == "mean" else 1) / loss_scale)
@@ -347,7 +331,7 @@ class Capture:
         total = total[:examples]
         # In the order of the backward, in which layers that are not apart were added.
         for key, rows in arrived.items():
-            layer, one = self._sketched.get(key, (None, self._layout.get(key)))
+            layer, one = self._sketched.get(key, (None, None))
             if one is not None and not (layer and layer.is_idle):
                 self._add(total, one, rows[:examples])
         for name in self._whole:
@@ -361,35 +345,29 @@ class Capture:
                 total += self._sketch(whole, name)
         return total
 
-    def _place_columns(self) -> dict[str, int | None]:
-        """Decide where in a row columns are added, by their key; None: they are hashed."""
-        lengths = {key: one.length for key, one in self._layout.items()}
-        if sum(lengths.values()) <= self._size:  # side by side, and nothing is lost
-            starts = accumulate(lengths.values(), initial=0)
-            return dict(zip(lengths, starts, strict=False))
-        # They have random signs already, so what falls on the same place does not add up.
-        return {
-            key: int(hashes(self._sketch.seed, key, 0, 1)[0] % (self._size - length + 1))
-            if length <= self._size
-            else None
-            for key, length in lengths.items()
-        }
-
-    def _place_of(self, one: Map) -> Place:
-        """Return where the columns of a map are added in a backward."""
-        start = self._places[one.key]
-        # Spectra are added up before they are transformed back, and columns before they are hashed.
-        if start is None or one.length != one.size:
-            return one.key, one.size, 0
-        return ROW, self._size, start
+    def _place(self, maps: list[Map]) -> None:
+        """Decide where in a row the columns of maps are added."""
+        lengths = {one.key: one.length for one in maps}
+        starts = dict(zip(lengths, accumulate(lengths.values(), initial=0), strict=False))
+        fits = sum(lengths.values()) <= self._size  # side by side, and nothing is lost
+        for one in maps:
+            room = self._size - one.length
+            if fits:
+                one.start = starts[one.key]
+            elif room >= 0:
+                # They have random signs already, so what falls on the same place does not add up.
+                one.start = int(hashes(self._sketch.seed, one.key, 0, 1)[0] % (room + 1))
+            # Spectra are added up before they are transformed back, others before they are hashed.
+            waits = one.start is None or one.length != one.size
+            one.place = (one.key, one.size, 0) if waits else (ROW, self._size, one.start or 0)
 
     def _add(self, total: Tensor, one: Map, columns: Tensor) -> None:
         """Add the columns (B, N) of a map to rows (B, k)."""
-        columns, start = one.vectors(columns), self._places[one.key]
-        if start is None:
+        columns = one.vectors(columns)
+        if one.start is None:
             total += self._sketch(columns, one.key)
         else:
-            total[:, start : start + columns.shape[1]].add_(columns)
+            total[:, one.start : one.start + columns.shape[1]].add_(columns)
 
     def matrix(self) -> Tensor:
         """Return (D, k), which takes a gradient to its row; the model must have taken a batch.
@@ -424,7 +402,6 @@ class Capture:
         """Check the next batches as if they were the first."""
         self.clear()
         self._check.restart()
-        self._pool.is_apart = True
 
     def state_dict(self) -> dict[str, Any]:
         """Return which layers are read, and after how many batches."""

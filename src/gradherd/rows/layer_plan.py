@@ -44,6 +44,7 @@ _CONVOLUTIONS: tuple[type[nn.Module], ...] = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d,
     nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
 )  # fmt: skip
+_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 _CHANNEL_NORMS = (nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _RMS_NORMS = ("RMSNorm", "T5LayerNorm")
 """How classes of transformers end that compute what nn.RMSNorm does; the first batches check it."""
@@ -66,44 +67,35 @@ def parameter_owners(model: nn.Module) -> Iterator[ParameterOwner]:
     so do modules with parametrizations. Parameter lists are used by the module that holds them.
     """
     seen: set[nn.Module] = set()
-    stack = [("", model)]
-    while stack:
-        name, module = stack.pop()
-        if module in seen:  # a module in two places has one set of hooks
+    owned: str | tuple[()] = ()  # how names begin inside a module that uses all parameters in it
+    for name, module in model.named_modules(remove_duplicate=False):
+        # A module in two places has one set of hooks; containers have no forward.
+        if module in seen or name.startswith(owned) or isinstance(module, _CONTAINERS):
             continue
         seen.add(module)
         # Attention hands the weights of its out_proj to a function; hooks of out_proj never run.
         owns_all = isinstance(module, nn.RNNBase | nn.MultiheadAttention)
-        owns_all = owns_all or hasattr(module, "parametrizations")
-        if owns_all:
-            named = dict(module.named_parameters())
-            children: list[tuple[str, nn.Module]] = []
+        if owns_all or hasattr(module, "parametrizations"):
+            named, owned = dict(module.named_parameters()), f"{name}." if name else ""
         else:
-            named, children = _own_parameters(module)
+            named = _own_parameters(module)
         trainable = {local: p for local, p in named.items() if p.requires_grad}
         if trainable:
             yield ParameterOwner(name, module, trainable)
-        prefix = f"{name}." if name else ""
-        # Reversed, because a stack gives the last one first: owners come in the order of the model.
-        stack.extend((prefix + local, child) for local, child in reversed(children))
 
 
-def _own_parameters(
-    module: nn.Module,
-) -> tuple[dict[str, nn.Parameter], list[tuple[str, nn.Module]]]:
-    """Return the parameters that a module uses itself, and the children that it calls."""
+def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that a module uses itself."""
     named = dict(module.named_parameters(recurse=False))
-    children = []
-    for local, child in module.named_children():
-        # These containers have no forward, so no hook of theirs would ever run.
-        if isinstance(child, nn.ParameterList | nn.ParameterDict):
-            named.update(child.named_parameters(prefix=local))
-        else:
-            children.append((local, child))
     # A weight that a child has as well is used there (the bias of BERT's decoder is registered
     # twice). A loop over this module would count that use once more.
-    in_children = {p for _, child in children for p in child.parameters()}
-    return {local: p for local, p in named.items() if p not in in_children}, children
+    in_children: set[nn.Parameter] = set()
+    for local, child in module.named_children():
+        if isinstance(child, _CONTAINERS):
+            named.update(child.named_parameters(prefix=local))
+        else:
+            in_children.update(child.parameters())
+    return {local: p for local, p in named.items() if p not in in_children}
 
 
 def plain_type(module: nn.Module) -> type[nn.Module]:
@@ -245,7 +237,10 @@ class LayerPlan:
         if "bias" in own:
             vector["bias"] = own["bias"]
         if "weight" in own and "weight" not in vector:
-            layer.matrix, layer.single = self._weight_maps(layer, own["weight"])
+            name = self.names[own["weight"]]
+            if name not in self._weights:  # the same for all layers that use it
+                self._weights[name] = self._weight_maps(layer, own["weight"])
+            layer.matrix, layer.single = self._weights[name]
             if prefix:  # attention: a sequence of one token is one position of many
                 layer.single = None
             for slot in (MATRIX,) if layer.single is None else (MATRIX, SINGLE):
@@ -269,13 +264,10 @@ class LayerPlan:
         self.pool.layers.append(layer)
 
     def _weight_maps(self, layer: SketchedLayer, weight: nn.Parameter) -> WeightMaps:
-        """Return the maps of a weight: the same for all layers that use it."""
+        """Return the maps of a weight."""
         maps, name = self.maps, self.names[weight]
-        if name in self._weights:
-            return self._weights[name]
         if maps.is_exact:
-            self._weights[name] = WholeMap(tuple(weight.shape)), None
-            return self._weights[name]
+            return WholeMap(tuple(weight.shape)), None
         shape = weight.shape[0], math.prod(weight.shape[1:])
         if isinstance(layer, ConvLayer):
             may_be_single = layer.may_be_single
@@ -295,7 +287,6 @@ class LayerPlan:
             else:  # exact: nothing is projected
                 whole = replace(maps, columns=max(shape))
                 single = MatrixMap(shape, name, whole, keep=shape.index(min(shape)))
-        self._weights[name] = matrix, single
         return matrix, single
 
     def _note(self, parameter: nn.Parameter, use: ParameterUse) -> None:

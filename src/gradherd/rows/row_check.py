@@ -50,8 +50,8 @@ _TF32_TOLERANCE = 16 * 2**-11
 
 Registrar = Callable[[nn.Parameter, Callable[[Tensor], None]], Any]
 """Has a function called with each gradient of a parameter; returns what removes it."""
-Slots = dict[int, list[Tensor]]
-"""Rows (B, n) of a parameter, by the map of its layer: those of each layer that uses it."""
+Apart = dict[str, list[tuple[int, Tensor]]]
+"""Rows (B, n) by the name of the parameter: of each use, behind its slot."""
 
 
 class RowCheck:
@@ -74,18 +74,15 @@ class RowCheck:
             spec: Names and sizes of the parameters.
             parameters: The parameters, in the order of `spec`.
             uses: The layers that use each parameter, by its name.
-            pool: Has the rows that have arrived.
+            pool: Has the rows that have arrived, and is told whether those of the next batch are to
+                be checked.
             strict: Raise when a parameter would be left out.
             register: Registers a hook for a parameter's gradient; None is torch's own way, in
                 front of the user's hooks.
             also_at: Numbers of more batches that are checked.
         """
-        self.began: Callable[[], None] = lambda: None
-        """Called with each gradient of a parameter, before it is noted."""
         self.left_out: dict[str, str] = {}
         """Names of the parameters that are left out, with the reason."""
-        self.due = True
-        """Whether the rows of the current batch are to be checked."""
         self.reached = False
         """Whether a backward has reached any parameter since the last `clear`."""
         self.dtypes = {p.dtype for p in parameters}
@@ -102,6 +99,7 @@ class RowCheck:
         self._also_at = also_at
         self._remaining = FIRST_CHECKS
         self._training: bool | None = None
+        pool.is_apart = True
         self._handles: dict[str, Any] = {}
         self._set_hooks()
 
@@ -110,7 +108,7 @@ class RowCheck:
         for name, parameter in self._parameters.items():
             # A hook in Python for each of them takes longer than many a small layer. But a backward
             # may reach nothing but parameters that are left out, and counts.
-            if self.due or name in self.left_out:
+            if self._pool.is_apart or name in self.left_out:
                 if name not in self._handles:
                     self._handles[name] = self._register(parameter, self._hook(name))
             elif name in self._handles:
@@ -118,9 +116,9 @@ class RowCheck:
 
     def _hook(self, name: str) -> Callable[[Tensor], None]:
         def hook(grad: Tensor) -> None:
-            self.began()
+            self._pool.begin()
             self.reached = True
-            if self.due and name in self._uses:
+            if self._pool.is_apart and name in self._uses:
                 self._receive(name, grad.detach().to_dense() if grad.is_sparse else grad.detach())
 
         return hook
@@ -142,33 +140,28 @@ class RowCheck:
 
     def check(self, examples: int) -> Tensor:
         """Return a byte for each parameter, not 0 if something is wrong with its rows."""
-        apart = self._rows_apart()
+        apart = {
+            name: found
+            for name, uses in self._uses.items()
+            if name not in self.left_out
+            # In a graph idle layers have none; they share no parameters.
+            and ((found := arrived_rows(uses, self._pool.arrived)) or not uses[0].layer.is_idle)
+        }
         self.failures = self._judge(apart, self._tolerance())
         self.failures |= self._used_once(apart, examples) | self.without_batch()
         chosen = {*self.failures, *self.left_out}
         return torch.tensor([name in chosen for name in self._spec.names], dtype=torch.uint8)
 
-    def _rows_apart(self) -> dict[str, Slots]:
-        """Return the rows of each parameter, by their slots."""
-        apart: dict[str, Slots] = {}
-        for name, uses in self._uses.items():
-            if name in self.left_out:
-                continue
-            found: Slots = {}
-            for slot, rows in arrived_rows(uses, self._pool.arrived):
-                found.setdefault(slot, []).append(rows)
-            # In a graph idle layers have none; they share no parameters.
-            if found or not uses[0].layer.is_idle:
-                apart[name] = found
-        return apart
-
-    def _judge(self, apart: Mapping[str, Slots], allowed: float) -> dict[str, str]:
+    def _judge(self, apart: Apart, allowed: float) -> dict[str, str]:
         """Return the parameters whose errors are too large, with the reason."""
         measured: dict[str, list[float]] = {}
-        for name, slots in apart.items():
+        for name, found in apart.items():
             known = self._references.get(name, {})
             # A parameter without any rows is compared with its gradient.
-            each = [_compare(slots.get(slot, ()), known.get(slot)) for slot in slots or known]
+            each = [
+                _compare([rows for at, rows in found if at == slot], known.get(slot))
+                for slot in dict(found) or known
+            ]
             error, size, norms = torch.stack(each).sum(0).tolist() if each else (0.0, 0.0, 0.0)
             if math.isfinite(size):
                 measured[name] = [error, size, norms]
@@ -183,18 +176,16 @@ class RowCheck:
             if not error <= allowed * max(norms, floor) + least
         }
 
-    def _used_once(self, apart: Mapping[str, Slots], examples: int) -> dict[str, str]:
+    def _used_once(self, apart: Apart, examples: int) -> dict[str, str]:
         """Return parameters with a copy for each example of which only the first was used."""
-        found = {}
-        for name, slots in apart.items():
-            if slots and isinstance(self._uses[name][0].layer, DirectLayer):
-                (uses,) = slots.values()
-                rows = uses[0][:examples]
+        once = {}
+        for name, found in apart.items():
+            if found and examples > 1 and isinstance(self._uses[name][0].layer, DirectLayer):
+                rows = found[0][1][:examples]
                 used, same = (rows != 0).any(1), (rows == rows[:1]).all()
-                once = bool(used[0]) and (not bool(used[1:].any()) or bool(same))
-                if len(used) > 1 and once:
-                    found[name] = "its module uses it once for all examples"
-        return found
+                if bool(used[0]) and (not bool(used[1:].any()) or bool(same)):
+                    once[name] = "its module uses it once for all examples"
+        return once
 
     def without_batch(self) -> dict[str, str]:
         """Return the parameters of layers whose input holds no examples, with the reason."""
@@ -281,15 +272,15 @@ class RowCheck:
         if self._training is not None and training != self._training:
             self._remaining = FIRST_CHECKS
         self._training = training
-        before = self.due
-        self.due = self._remaining > 0 or self.is_regular
-        if self.due != before:
+        before = self._pool.is_apart
+        self._pool.is_apart = self._remaining > 0 or self.is_regular
+        if self._pool.is_apart != before:
             self._set_hooks()
 
     def restart(self) -> None:
         """Check the next batches as if they were the first."""
         self.clear()
-        self._remaining, self.due = FIRST_CHECKS, True
+        self._remaining, self._pool.is_apart = FIRST_CHECKS, True
         self._set_hooks()
 
     def remove_hooks(self) -> None:

@@ -191,7 +191,8 @@ class SinkPool:
         self.is_looping = False
         """Whether the gradient that runs is one of many of a `LoopedModule`, and has no rows."""
         self.is_apart = False
-        """Whether rows of each layer are kept apart on this batch, also those of idle layers."""
+        """Whether rows are checked on this batch: those of each layer are kept apart, also those of
+        idle layers."""
         self.shares = False
         """Whether examples get copies of what they share: class tokens, positions. Tried when
         batch dimensions are looked for."""
@@ -207,8 +208,9 @@ class SinkPool:
         """Shapes in the layers while the batch dimension is looked for."""
         self.strangers: dict[str, str] = {}
         """Layers whose batch dimension is not known, with the reason."""
-        self.on_arrival: Callable[[], None] = lambda: None
-        """Called before the rows of a backward are noted."""
+        self.before_first: Callable[[], None] = lambda: None
+        """Called before what each backward brings is noted."""
+        self._begun = -1  # number of the last backward that has brought something
         self.arrived: dict[str, Tensor] = {}
         """Rows that have arrived: (B, k) of all layers at `ROW`, (B, N) of single maps by key."""
         self.layers: list[SketchedLayer] = []
@@ -302,6 +304,12 @@ class SinkPool:
             call_after_backward(partial(self._end, task))
         return self._open[task]
 
+    def begin(self) -> None:
+        """Note that a backward has brought something."""
+        if (task := current_backward()) != self._begun:
+            self._begun = task
+            self.before_first()
+
     def _end(self, task: int) -> None:
         """Take what has waited for the end of a backward."""
         backward = self._open.pop(task, None)
@@ -310,7 +318,7 @@ class SinkPool:
         backward.unwatch()
         if not backward.accumulates:
             return
-        self.on_arrival()  # may have the rows of an earlier backward taken
+        self.begin()  # may have the rows of an earlier backward taken
         self.sizes |= backward.sizes
         with torch.no_grad():
             for (stream, key), rows in backward.rows.items():
@@ -445,8 +453,6 @@ class SketchedLayer(ABC):
         """Map of the weight where examples have one position, if it is another one."""
         self.own_keys = (f"{name}/matrix", f"{name}/vector", f"{name}/single")
         """Keys of the rows of the three maps."""
-        self.places: list[Place] = []
-        """Where those are added."""
         self.sinks: tuple[Tensor | None, ...] = (None, None, None)
         """What they are the gradients of in a graph."""
         self.trained = ("", "")
@@ -523,9 +529,11 @@ class SketchedLayer(ABC):
 
     def place(self, slot: int) -> Place:
         """Return where the rows of a map are added now."""
-        if self.pool.is_apart or not self.places:
-            return self.own_keys[slot], self.maps[slot].size, 0
-        return self.places[slot]
+        one = self.maps[slot]
+        if self.pool.is_apart or one.place is None:
+            return self.own_keys[slot], one.size, 0
+        place: Place = one.place
+        return place
 
     def rows(self, inputs: Tensor, grads: Tensor, use: Use, saved: Sequence[Tensor]) -> Pair:
         """Return the rows (n, N) of weight and vector; None for what is not wanted."""

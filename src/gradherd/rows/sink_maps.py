@@ -77,6 +77,12 @@ class Map:
     signs: Tensor
     """Of what is kept; without them nothing is in the row."""
 
+    start: int | None = None
+    """First column of a row to which columns are added; None: they are hashed."""
+
+    place: tuple[str, int, int] | None = None
+    """Where layers add columns (`sink.Place`); None: those of each layer are kept apart."""
+
     def hold(self, like: Tensor, **tensors: Tensor) -> None:
         """Hold tensors in the dtype of rows and, since autocast multiplies in it, in bfloat16."""
         for name, tensor in tensors.items():

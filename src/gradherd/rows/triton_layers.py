@@ -122,7 +122,7 @@ def _combine_kernel(
 
 
 def _by_position(tensor: Tensor) -> Tensor | None:
-    """View (N, C), (N, T, C) or (N, C, height, width) as (N, T, C); None if kernels cannot read it."""
+    """View (N, C), (N, T, C) or (N, C, height, width) as (N, T, C); None if no kernel reads it."""
     seen = tensor
     if tensor.dim() == 2:
         seen = tensor.unsqueeze(1)
