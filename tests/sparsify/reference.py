@@ -22,6 +22,11 @@ def even_borders(dim, wanted, parts):
     return borders
 
 
+def bounds(blocks, cuts):
+    """The coordinates at which partitions begin and end."""
+    return [min(cut * blocks.size, blocks.dim) for cut in cuts]
+
+
 def published_moves(cuts, loads, *, per_block, least=8):
     """Dynamic topology of ExDyna's published code: one block a border, heavy beside light."""
     cuts, loads = list(cuts), [float(load) for load in loads]

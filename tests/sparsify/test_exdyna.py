@@ -20,7 +20,7 @@ from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 from gradherd.sparsify.worker import Worker
 from tests.sparsify.rank_work import normal, same
-from tests.sparsify.reference import OnlineExDyna
+from tests.sparsify.reference import OnlineExDyna, bounds
 
 
 def fair(factor, k, size):
@@ -60,7 +60,7 @@ class World:
 
     def bounds_for(self, count):
         rule = self.method.rule(self.dim, self.size)
-        return rule.blocks.bounds(rule.borders(self.workers[0].state.cuts, count).tolist())
+        return bounds(rule.blocks, rule.borders(self.workers[0].state.cuts, count).tolist())
 
     @property
     def residual(self):

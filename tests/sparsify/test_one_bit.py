@@ -172,7 +172,7 @@ def test_what_nobody_used_keeps_its_errors():
         worker.feedback.exclude(*unused)
     results = run_together([worker.script() for worker in workers])
     for worker, result, state in zip(workers, results, before, strict=True):
-        worker.commit(result.value, excluded=[unused])
+        worker.commit(result.value)
         for own, key in (
             (worker.feedback.residual, "residual"),
             (worker.owner_errors(), "owner_error"),

@@ -33,6 +33,7 @@ from gradherd.sparsify.value_sums import sum_values
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 from tests.sparsify import rank_work
 from tests.sparsify.rank_work import normal, same
+from tests.sparsify.reference import bounds
 
 few_bits = pytest.mark.parametrize("bits", [1, 2, 4])
 
@@ -111,7 +112,7 @@ def first_bytes(method, dim, size, k):
     """Flag, count, offers with an index and a byte each, and values in one round or two."""
     blocks = method.rule(dim, size).blocks
     reach = max(
-        end - first for first, end in pairwise(blocks.bounds(even_cuts(blocks.count, size)))
+        end - first for first, end in pairwise(bounds(blocks, even_cuts(blocks.count, size)))
     )
     offers = -(-105 * k // (100 * size))
     words = -(-index_bytes(offers, reach) // 4) + 1 + -(-offers // 4)

@@ -226,7 +226,7 @@ def test_what_is_left_out_sends_nothing_and_stays_as_it_was(momentum, zeros_adde
         assert feedback.acc[4:7].tolist() == [0.0] * 3
         assert feedback.finite()
         # Another worker may have selected there.
-        feedback.commit(torch.tensor([1, 5, 9]), None, excluded=[(4, 7)])
+        feedback.commit(torch.tensor([1, 5, 9]), None)
         for old, new in zip(before, memory(feedback), strict=True):
             assert old is None or same(new[4:7], old[4:7])
 
@@ -242,7 +242,7 @@ def test_what_is_left_out_after_a_step_called_off_is_as_before_it():
     feedback.add(0, normal(2, 4, dtype=torch.float64), 1.0)
     feedback.exclude(4, 6)
     assert feedback.finite()
-    feedback.commit(NOTHING, None, excluded=[(4, 6)])
+    feedback.commit(NOTHING, None)
     after = memory(feedback)
     assert same([part[4:] for part in after], [part[4:] for part in before])
 

@@ -312,10 +312,9 @@ class GradientExchange(ModelExchange):
             used = {name for name, is_used in pairs if is_used and name in present}
         # The gradients of what nobody has used stay as they are: a residual that was sent for it
         # would be lost.
-        spans = self.layout.slices.items()
-        excluded = [(span.start, span.stop) for name, span in spans if name not in used]
-        for one in excluded:
-            self._worker.feedback.exclude(*one)
+        for name, span in self.layout.slices.items():
+            if name not in used:
+                self._worker.feedback.exclude(span.start, span.stop)
         outcome, sent = run(self._worker.script(), self.peers)
         sent += compared
         self.total_bytes += sent
@@ -330,6 +329,6 @@ class GradientExchange(ModelExchange):
         # A narrow dtype rounds or clamps the mean. What gradients could not hold goes back into
         # the residual, so the optimizer gets it later.
         written = self._write(outcome.coordinates(), self._worker.mean_of(outcome), used)
-        self._worker.commit(outcome, written=written, excluded=excluded)
+        self._worker.commit(outcome, written=written)
         self._skipped_in_a_row = 0
         self._metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}

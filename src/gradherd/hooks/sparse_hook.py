@@ -38,7 +38,7 @@ from gradherd.hooks.fsdp import Handle, ShardedGroup, ShardedWorlds, is_inner, i
 from gradherd.hooks.parameter_hooks import ParameterUsage
 from gradherd.sparsify.gpu_worker import GpuSteps, runs_on_device
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.worker import Placement, clip_together, scale_by
+from gradherd.sparsify.worker import Placement, clip_together
 from gradherd.torch_names import call_after_backward, current_backward, scale_on_device
 
 
@@ -293,8 +293,8 @@ class ShardedSparseHook(GradientExchange):
             own = torch.linalg.vector_norm(self._grad, dtype=torch.float64)
             norms, sent = all_gather(own.view(1), self.shards)
             self.total_bytes += sent
-            whole = torch.linalg.vector_norm(norms)
-            scale_by([self._grad], whole, self._worker.settings.clip * loss_scale)
+            most = self._worker.settings.clip * loss_scale
+            clip_together([self._grad], most, torch.linalg.vector_norm(norms))
         self._worker.add(0, self._grad, clear=True)
         # Inside a replica all ranks use the same parameters, or the reduce-scatter itself would
         # fail. Replicas may differ.

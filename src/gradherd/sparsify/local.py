@@ -23,6 +23,7 @@ from gradherd.sparsify.basics import Dense
 from gradherd.sparsify.message_sizes import GROUP, ValueFormat, fits_one_round
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
+from gradherd.sparsify.value_sums import sum_in_order
 
 ONE_BIT_SAVES = 2 * 32 / (2 * (1 + 16 / GROUP))
 """How many times fewer bytes one bit takes than float32, both ways, with a level for each group."""
@@ -194,10 +195,6 @@ def mean_of_buffers(rows: Tensor) -> Tensor:
     >>> mean_of_buffers(torch.tensor([[1.0, -torch.inf], [2.0, -torch.inf]]))
     tensor([1.5000,   -inf])
     """
-    # In the order of workers: `sum(0)` may group rows differently for other lengths.
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
     # Constants, such as masks, must not change: three equal numbers need not have their own bits
     # as mean.
-    return torch.where((rows == rows[0]).all(0), rows[0], total / len(rows))
+    return torch.where((rows == rows[0]).all(0), rows[0], sum_in_order(rows) / len(rows))

@@ -49,10 +49,6 @@ class Blocks:
         """NB, the number of blocks."""
         return -(-self.dim // self.size)
 
-    def bounds(self, cuts: Sequence[int]) -> list[int]:
-        """Return the R + 1 coordinates at which partitions begin and end."""
-        return [min(cut * self.size, self.dim) for cut in cuts]
-
 
 def even_cuts(blocks: int, parts: int) -> list[int]:
     """Return R + 1 borders of partitions with equally many blocks; the first may have one more.

@@ -63,7 +63,7 @@ def sum_values(
         gathered: Tensor = yield AllGather(_joined(messages))
         left = None if is_exact else values.clone()
         for kind, own, pieces in zip(kinds, messages, _apart(gathered, messages), strict=True):
-            total[kind.span] = _sum_in_order(kind.read(pieces, kind.count))
+            total[kind.span] = sum_in_order(kind.read(pieces, kind.count))
             if left is not None:
                 # Decoded as the others do: what differs from the values has not been sent.
                 left[kind.span] -= kind.read(own, kind.count)
@@ -173,7 +173,7 @@ class _SlicedValues:
 
     def encode_sum(self, received: Tensor, lost: Tensor) -> Tensor:
         """Round the sum of (R, bytes) messages and `lost` for all; leave the error in `lost`."""
-        total = _sum_in_order(self.read(received, self._length)).add_(lost)
+        total = sum_in_order(self.read(received, self._length)).add_(lost)
         total[self._real :] = 0  # Signs make something of padding.
         message = self.written(total)
         if not self.is_exact:
@@ -253,7 +253,7 @@ def _fits_one_round(kinds: Sequence[_SlicedValues], ranks: int) -> bool:
     return fits_one_round(sum(kind.bytes(kind.count) for kind in kinds), ranks)
 
 
-def _sum_in_order(rows: Tensor) -> Tensor:
+def sum_in_order(rows: Tensor) -> Tensor:
     """Add rows one by one: `sum(0)` may group them differently for other lengths or devices."""
     # A copy, because virtual workers share `rows`.
     total = rows[0].clone()

@@ -44,6 +44,8 @@ class ErrorFeedback:
         self._placement: Placement | None = None
         self.velocity = torch.zeros_like(self.residual) if momentum else None
         self._next_velocity = torch.zeros_like(self.residual) if momentum else None
+        self.excluded: list[tuple[int, int]] = []
+        """Ranges of which nothing is sent in this step; they stay as they were."""
 
     def part(self, vector: Tensor, begin: int, count: int) -> Tensor:
         """Return one parameter's part of a (D,) vector of this worker, as a view."""
@@ -86,6 +88,7 @@ class ErrorFeedback:
         # Zeros: sparsifiers do not select them, and what is always sent sends nothing. The residual
         # itself is in the other vector; `commit` restores it from there.
         self.acc[begin:end] = 0
+        self.excluded.append((begin, end))
 
     def finite(self) -> bool:
         """Return whether residual + gradient is finite everywhere."""
@@ -101,7 +104,6 @@ class ErrorFeedback:
         remainder: Tensor | None,
         *,
         restarted: Tensor | None = None,
-        excluded: list[tuple[int, int]] | None = None,
     ) -> None:
         """Make what was not sent the new residual.
 
@@ -109,7 +111,6 @@ class ErrorFeedback:
             indices: (K,) coordinates that were sent; None is all.
             remainder: (K,) what this worker keeps at those coordinates; None is nothing.
             restarted: Coordinates whose velocity restarts; None is none.
-            excluded: The ranges that `exclude` was called for; they stay as they were.
         """
         if self._next_velocity is not None and restarted is not None:
             self._next_velocity.index_fill_(0, restarted, 0)
@@ -122,10 +123,11 @@ class ErrorFeedback:
             self.acc.index_fill_(0, indices, 0)
         else:
             self.acc.index_copy_(0, indices, remainder)
-        for begin, end in excluded or []:
+        for begin, end in self.excluded:
             self.acc[begin:end] = self.residual[begin:end]
             if self.velocity is not None and self._next_velocity is not None:
                 self._next_velocity[begin:end] = self.velocity[begin:end]
+        self.excluded = []
         self.swap()
         self.velocity, self._next_velocity = self._next_velocity, self.velocity
 
@@ -290,6 +292,7 @@ class Worker:
     def begin(self, loss_scale: float) -> None:
         """Begin a step whose gradients are multiplied by `loss_scale`."""
         self._unit = 1 / loss_scale
+        self.feedback.excluded = []  # of a step that was called off, or broke off
 
     def add(self, begin: int, grad: Tensor, *, clear: bool = False) -> None:
         """Add a flat gradient of the coordinates from `begin` on; zero it if `clear`."""
@@ -351,19 +354,12 @@ class Worker:
         limit = torch.finfo(outcome.mean.dtype).max
         return (outcome.mean / self._unit).clamp_(-limit, limit)
 
-    def commit(
-        self,
-        outcome: Outcome | None,
-        *,
-        written: Tensor | None = None,
-        excluded: list[tuple[int, int]] | None = None,
-    ) -> None:
+    def commit(self, outcome: Outcome | None, *, written: Tensor | None = None) -> None:
         """Keep what was not sent; with None the step is called off, and nothing changes.
 
         Args:
             outcome: What the script returned.
             written: (K,) the mean as the gradients' dtype could hold it; None is exactly.
-            excluded: The ranges that `feedback.exclude` was called for.
         """
         if outcome is None:
             # `step` stays: all workers skip together, and the next step has the same leader,
@@ -376,13 +372,8 @@ class Worker:
             lost = outcome.mean - (written if self._unit == 1 else written * self._unit)
             remainder = lost if remainder is None else remainder + lost
         if outcome.owner_error is not None:
-            self._commit_owner_error(outcome.owner_error, excluded or [])
-        self.feedback.commit(
-            outcome.indices,
-            remainder,
-            restarted=self._restarted(outcome),
-            excluded=excluded,
-        )
+            self._commit_owner_error(outcome.owner_error)
+        self.feedback.commit(outcome.indices, remainder, restarted=self._restarted(outcome))
         self.state = outcome.selection.state
         self.counters[0] += 1
 
@@ -392,12 +383,12 @@ class Worker:
         if self.owner_error is not None:
             self.owner_error.mul_(factor)
 
-    def _commit_owner_error(self, new: Tensor, excluded: Sequence[tuple[int, int]]) -> None:
+    def _commit_owner_error(self, new: Tensor) -> None:
         """Keep what this worker has lost of its slice, but not where nobody takes the mean."""
         old, self.owner_error = self.owner_error, new
         assert old is not None
         for owned, at in self._owned():
-            for begin, end in excluded:
+            for begin, end in self.feedback.excluded:
                 first, stop = max(begin, owned.start), min(end, owned.stop)
                 if first < stop:
                     shift = at.start - owned.start
@@ -521,20 +512,19 @@ def _fields(state: Any) -> dict[str, Any]:
 # --- Gradients of all parameters ------------------------------------------------------
 
 
-def clip_together(grads: Sequence[Tensor], most: float | Tensor) -> None:
-    """Scale tensors down in place until their norm together is at most `most`.
+def clip_together(
+    grads: Sequence[Tensor], most: float | Tensor, norm: Tensor | None = None
+) -> None:
+    """Scale tensors down in place until their () norm together, by default their own, is `most`.
 
     If one is not finite, all become NaN: the step is called off then. A GPU is not waited for.
     """
     # In double precision, and the factor is rounded: it must not matter how a gradient is divided
     # into tensors. DDP's buckets after a restart are others than before, simulated workers have
     # none.
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
-    scale_by(grads, torch.linalg.vector_norm(torch.stack(norms)), most)
-
-
-def scale_by(grads: Sequence[Tensor], norm: Tensor, most: float | Tensor) -> None:
-    """Scale tensors down in place whose () norm together is above `most`; see `clip_together`."""
+    if norm is None:
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
     # The small number is that of torch.nn.utils.clip_grad_norm_. Infinity times zero is NaN.
     factor = (most / (norm + 1e-6)).clamp(max=1.0)
     # To the 24 bits of a float32, but with the range of a double (Dekker's splitting).
