@@ -134,8 +134,8 @@ def _download(root: Path) -> Path:
 
 
 def _unzip(root: Path, path: Path) -> None:
-    (archive,) = DATASETS["sst2"].downloads
-    download._unpack(archive, path, root)
+    (url,) = DATASETS["sst2"].downloads
+    download._unpack(url, path, root)
 
 
 # Recorded gradients.

@@ -264,20 +264,14 @@ def predict(setting: Setting, exchange: str, order: str = "d-rr") -> Choice:
     )
 
 
-def exposed_seconds(setting: Setting, whole: float, last: float, buckets: int) -> float:
+def _exposed_seconds(setting: Setting, whole: float, last: float) -> float:
     """Return the seconds that training waits for buckets that are sent one after the other.
 
-    Bucket i of m is ready after i/m of the backward pass. Training waits for the whole queue less
-    the backward pass after the first bucket, but at least for the last bucket.
-
-    Args:
-        setting: Gives the backward pass and how much of it can overlap.
-        whole: Seconds to send all m buckets.
-        last: Seconds to send the last one.
-        buckets: m.
+    Bucket i of m is ready after i/m of the backward pass. Training waits for the `whole` queue less
+    the backward pass after the first bucket, but at least for the `last` bucket.
     """
     # Nothing can be sent before the first bucket is ready, hence 1 - 1/m.
-    hidden = setting.overlap * setting.backward * (1 - 1 / buckets)
+    hidden = setting.overlap * setting.backward * (1 - 1 / num_buckets(setting))
     return max(whole - hidden, last)
 
 
@@ -301,11 +295,10 @@ def _summed(setting: Setting, size: float) -> Traffic:
 
 def _all_reduced(setting: Setting, width: int) -> Traffic:
     """Predict DDP's all-reduce of values with `width` bytes each."""
-    count = num_buckets(setting)
     # Buckets follow each other closely, so the latency counts once.
     whole = _summed(setting, width * setting.params)
-    last = _summed(setting, width * setting.params / count)
-    return Traffic(exposed_seconds(setting, whole.seconds, last.seconds, count), whole.bytes)
+    last = _summed(setting, width * setting.params / num_buckets(setting))
+    return Traffic(_exposed_seconds(setting, whole.seconds, last.seconds), whole.bytes)
 
 
 def _sharded_cd_grab(setting: Setting) -> Traffic:
@@ -315,14 +308,14 @@ def _sharded_cd_grab(setting: Setting) -> Traffic:
     the last one. At every second step the workers also sum R (R + 3) / 2 float64 inner products (of
     all pairs, of each difference with itself and with the running sum), in the background.
     """
-    ranks, link, count = setting.workers, setting.link, num_buckets(setting)
+    ranks, link = setting.workers, setting.link
     size = _VALUE_BYTES * setting.params
     whole = all_to_all_seconds(size, ranks, link)
-    last = all_to_all_seconds(size / count, ranks, link)
+    last = all_to_all_seconds(size / num_buckets(setting), ranks, link)
     means = all_gather_seconds(size / ranks, ranks, link)
     # Direct messages may take fewer hops than a ring, but do not count on it.
     plain = _all_reduced(setting, _VALUE_BYTES)
-    seconds = max(exposed_seconds(setting, whole, last, count) + means, plain.seconds)
+    seconds = max(_exposed_seconds(setting, whole, last) + means, plain.seconds)
     products = 2 * ranks * (ranks + 3)  # bytes per step
     background = products * (ranks - 1) * (1 if ranks <= _FEW_RANKS else 2 / ranks)
     return Traffic(seconds, plain.bytes + background)

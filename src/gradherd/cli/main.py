@@ -12,7 +12,7 @@ import select
 import sys
 from collections.abc import Sequence
 
-from gradherd.cli.parser import Command, CommandFailed, UsageError, did_you_mean, parse, reason_of
+from gradherd.cli.parser import CommandFailed, UsageError, did_you_mean, parse, reason_of
 from gradherd.cli.terminal import terminal_width, torchrun_rank, wrap
 from gradherd.lab.text import printable
 from gradherd.lazy import BadMethod
@@ -128,7 +128,7 @@ def _run(words: list[str]) -> None:
     # One --help imports one module.
     module = importlib.import_module(f"gradherd.cli.{_MODULES.get(name) or name.split()[0]}")
     command_class = getattr(module, f"{name.title().replace(' ', '')}Command")
-    parsed: Command = parse(command_class, f"gradherd {name}", words[len(name.split()) :])
+    parsed = parse(command_class, f"gradherd {name}", words[len(name.split()) :])
     try:
         parsed.run()
     except ModuleNotFoundError as error:

@@ -18,7 +18,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from gradherd.cli.terminal import terminal_width, wrap
 from gradherd.lab.text import field_texts
@@ -87,14 +87,6 @@ class Arg:
     positional: bool = False
     parse: Callable[[str], Any] | None = None
     """Returns the value of a word; raises ValueError with what is wrong with it."""
-
-
-class Command(Protocol):
-    """The parsed options of a command, ready to run."""
-
-    def run(self) -> None:
-        """Do the work and print the result."""
-        ...
 
 
 def whole(least: int, most: int | None = None) -> Callable[[str], int]:

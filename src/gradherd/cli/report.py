@@ -92,10 +92,11 @@ def print_comparison(comparison: "Comparison", page: Path | None) -> None:
     full = comparison_table(comparison)
     # The metric is named by the task, so it cannot be in the table above.
     headings = {**_SHORT_HEADINGS, comparison.metric_name: comparison.metric_name}
-    columns = [index for index, name in enumerate(full.columns) if name in headings]
+    names = [name for name in full if name in headings]
+    rows = zip(*(full[name] for name in names), strict=True)
     print_table(
-        [[row[at].text + "*" * row[at].best for at in columns] for row in full.rows],
-        [headings[full.columns[at]] for at in columns],
+        [[cell.text + "*" * cell.best for cell in row] for row in rows],
+        [headings[name] for name in names],
         title=f"{comparison.task}: {comparison.description}",
         caption=f"epochs to it: until the final loss of {comparison.baseline.label}, the baseline; "
         "*: best mean",

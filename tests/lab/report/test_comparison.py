@@ -241,8 +241,7 @@ def test_seconds_are_best_only_where_clocks_can_be_compared():
 
     def marked(records):
         found = comparison_table(compare(records))
-        at = [number for number, name in enumerate(found.columns) if "seconds" in name]
-        return any(row[number].best for row in found.rows for number in at)
+        return any(cell.best for name in found if "seconds" in name for cell in found[name])
 
     assert marked(runs)
     assert not marked([replace(run, config={**run.config, "virtual": True}) for run in runs])
@@ -264,8 +263,7 @@ def test_single_seeds_that_got_there_are_no_never():
     runs.append(record("grab", seed=0, epochs=4, losses=[0.4, 2.0, 2.0, 2.0]))
     runs.append(record("grab", seed=1, epochs=4, losses=[2.0, 2.0, 0.4, 2.0]))
     runs += [record("fixed", seed=s, epochs=4, losses=[2.0] * 4) for s in (0, 1)]
-    table = comparison_table(compare(runs))
-    cells = [row[table.columns.index("epochs to baseline's final loss")] for row in table.rows]
+    cells = comparison_table(compare(runs))["epochs to baseline's final loss"]
     assert (cells[1].text, cells[1].more) == ("not on average", ("by seed 1 to 3",))
     assert (cells[2].text, cells[2].more) == ("never", ("no seed",))
     assert all_verdicts(compare(runs))[0].text.startswith("the mean loss of grab does not reach")

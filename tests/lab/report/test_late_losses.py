@@ -44,8 +44,7 @@ def said(records):
 
 def loss_column(records):
     table = comparison_table(compare(records))
-    at = next(i for i, name in enumerate(table.columns) if name.startswith("loss \u2212"))
-    return table.columns[at], [row[at] for row in table.rows]
+    return next(column for column in table.items() if column[0].startswith("loss \u2212"))
 
 
 # Mean changes over epochs 3 and 4: -1, -0.9, -1.1. Standard error 0.1 / sqrt(3), t quantile

@@ -32,18 +32,10 @@ class TableCell:
     best: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComparisonTable:
-    """Column names, and one row of cells per arm; the first cell is the arm's name."""
+def comparison_table(comparison: Comparison) -> dict[str, list[TableCell]]:
+    """Return the table of a comparison by column: a cell for each arm, the baseline first.
 
-    columns: tuple[str, ...]
-    rows: tuple[tuple[TableCell, ...], ...]
-
-
-def comparison_table(comparison: Comparison) -> ComparisonTable:
-    """Return the table of a comparison: one row per arm, the baseline first.
-
-    It has a column of densities only if an arm is sparse.
+    The first column has their names; there is one of densities only if an arm is sparse.
     """
     arms, pairs = comparison.arms, comparison.pairs
     late = any(pair.late_loss is not None for pair in pairs)
@@ -81,8 +73,7 @@ def comparison_table(comparison: Comparison) -> ComparisonTable:
     }
     if any(arm.density is not None for arm in arms):
         columns["density"] = [_density(arm) for arm in arms]
-    rows = tuple(zip(*columns.values(), strict=True))
-    return ComparisonTable(columns=tuple(columns), rows=rows)
+    return columns
 
 
 def best_of(values: Sequence[float | None], *, lower: bool = True) -> set[int]:

@@ -39,16 +39,6 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Download:
-    """A public address and the name of the file; an archive is unpacked."""
-
-    url: str
-    name: str
-    archive: str | None = None
-    """Its format: gztar or zip."""
-
-
-@dataclass(frozen=True)
 class DataSet:
     """A data set: its forms and its public sources."""
 
@@ -58,7 +48,8 @@ class DataSet:
     """The fastest to read comes first."""
     by_hand: str
     """What to put into a data folder by hand, if no download is available or wanted."""
-    downloads: tuple[Download, ...] = ()
+    downloads: tuple[str, ...] = ()
+    """Public addresses of the files, or of an archive that has them."""
 
     def places(self, root: Path) -> Iterator[tuple[Form, Path]]:
         """Yield each form, with each folder below a data folder where it may be."""
@@ -91,13 +82,7 @@ CIFAR10 = DataSet(
         ),
     ),
     by_hand="unpack cifar-10-binary.tar.gz",
-    downloads=(
-        Download(
-            "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
-            "cifar-10-binary.tar.gz",
-            "gztar",
-        ),
-    ),
+    downloads=("https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",),
 )
 
 _FASHION = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion"
@@ -112,9 +97,7 @@ FASHION_MNIST = DataSet(
     title="Fashion-MNIST, 70,000 grey images of 10 kinds of clothes",
     forms=(Form("idx", ("fashion-mnist", "FashionMNIST/raw"), _FASHION_FILES),),
     by_hand="put fashion-mnist/ or FashionMNIST/raw/ with the four *-ubyte.gz files",
-    downloads=tuple(
-        Download(f"{_FASHION}/{file.name}.gz", f"{file.name}.gz") for file in _FASHION_FILES
-    ),
+    downloads=tuple(f"{_FASHION}/{file.name}.gz" for file in _FASHION_FILES),
 )
 
 _WIKITEXT = (
@@ -134,7 +117,7 @@ WIKITEXT2 = DataSet(
     title="WikiText-2, two million words of Wikipedia",
     forms=(Form("text", ("wikitext-2",), _WIKITEXT_FILES),),
     by_hand="put wikitext-2/ with wiki.train.tokens, wiki.valid.tokens and wiki.test.tokens",
-    downloads=tuple(Download(f"{_WIKITEXT}/{file.name}", file.name) for file in _WIKITEXT_FILES),
+    downloads=tuple(f"{_WIKITEXT}/{file.name}" for file in _WIKITEXT_FILES),
 )
 
 _GPT2_BPE_FILES = published(
@@ -150,8 +133,8 @@ GPT2_BPE = DataSet(
     forms=(Form("text", ("gpt2-bpe",), _GPT2_BPE_FILES),),
     by_hand="put gpt2-bpe/ with encoder.json and vocab.bpe",
     downloads=tuple(
-        Download(f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{name}", name)
-        for name in ("encoder.json", "vocab.bpe")
+        f"https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/{file.name}"
+        for file in _GPT2_BPE_FILES
     ),
 )
 
@@ -168,10 +151,7 @@ M4 = DataSet(
     title="M4 competition, 359 weekly series",
     forms=(Form("csv", ("m4", "M4"), _M4_FILES),),
     by_hand="put m4/ with Weekly-train.csv and Weekly-test.csv",
-    downloads=(
-        Download(f"{_M4}/Train/Weekly-train.csv", "Weekly-train.csv"),
-        Download(f"{_M4}/Test/Weekly-test.csv", "Weekly-test.csv"),
-    ),
+    downloads=(f"{_M4}/Train/Weekly-train.csv", f"{_M4}/Test/Weekly-test.csv"),
 )
 
 _SST2_FILES = published(
@@ -186,7 +166,7 @@ SST2 = DataSet(
     title="SST-2 of GLUE, 68,221 phrases of film reviews",
     forms=(Form("tsv", ("sst2", "SST-2"), _SST2_FILES),),
     by_hand="put SST-2/ with train.tsv and dev.tsv",
-    downloads=(Download("https://dl.fbaipublicfiles.com/glue/data/SST-2.zip", "SST-2.zip", "zip"),),
+    downloads=("https://dl.fbaipublicfiles.com/glue/data/SST-2.zip",),
 )
 
 # No download: the file is made from the register with a public toolkit. Editions differ, so it has

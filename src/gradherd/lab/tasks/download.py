@@ -16,7 +16,7 @@ from typing import Any
 from urllib.error import HTTPError
 
 from gradherd.lab.tasks.data_files import DamagedData, LocalDataSet, find_below
-from gradherd.lab.tasks.datasets import DataSet, Download
+from gradherd.lab.tasks.datasets import DataSet
 from gradherd.lab.tasks.hmda import read_hmda
 from gradherd.lab.tasks.images import read_batches
 
@@ -72,8 +72,8 @@ def download_dataset(dataset: DataSet, root: Path, progress: DownloadProgress) -
         root.mkdir(parents=True, exist_ok=True)
         # Below `root`, so that the final move is a rename within one file system.
         with tempfile.TemporaryDirectory(prefix=f".{dataset.name}-", dir=root) as name:
-            for download in dataset.downloads:
-                _fetch(download, dataset, Path(name), progress)
+            for url in dataset.downloads:
+                _fetch(url, dataset, Path(name), progress)
             downloaded = find_below(dataset, Path(name))
             if downloaded is None:
                 raise DamagedData("some files are missing")
@@ -100,12 +100,12 @@ def download_dataset(dataset: DataSet, root: Path, progress: DownloadProgress) -
     return local
 
 
-def _fetch(download: Download, dataset: DataSet, root: Path, progress: DownloadProgress) -> None:
+def _fetch(url: str, dataset: DataSet, root: Path, progress: DownloadProgress) -> None:
     """Download a file into the data set's folder below `root`, or an archive and unpack it."""
-    path = root / dataset.name / download.name
+    path = root / dataset.name / url.rpartition("/")[2]
     path.parent.mkdir(exist_ok=True)
     try:
-        _download_file(download, path, progress)
+        _download_file(url, path, progress)
     # HTTPException is no OSError: http.client raises it for malformed answers. ValueError: a
     # Content-Length that is no number.
     except (OSError, HTTPException, ValueError) as error:
@@ -114,24 +114,23 @@ def _fetch(download: Download, dataset: DataSet, root: Path, progress: DownloadP
         cause = error if isinstance(error, HTTPError) else getattr(error, "reason", error)
         words = getattr(cause, "strerror", None) or cause  # without the system's own number
         raise DownloadError(
-            f"cannot fetch {download.url}: {words}; try again, or {dataset.by_hand} "
-            f"into {root.parent}"
+            f"cannot fetch {url}: {words}; try again, or {dataset.by_hand} into {root.parent}"
         ) from None
-    if download.archive is not None:
-        _unpack(download, path, root)
+    if url.endswith((".tar.gz", ".zip")):
+        _unpack(url, path, root)
 
 
-def _unpack(download: Download, path: Path, root: Path) -> None:
+def _unpack(url: str, path: Path, root: Path) -> None:
     # The filter refuses links and paths that lead out of the folder; zip has none.
-    safely: dict[str, Any] = {"filter": "data"} if download.archive == "gztar" else {}
+    safely: dict[str, Any] = {"filter": "data"} if url.endswith(".tar.gz") else {}
     try:
-        shutil.unpack_archive(path, root, download.archive, **safely)
+        shutil.unpack_archive(path, root, **safely)
     except Exception as error:  # zipfile, tarfile and zlib raise much on a damaged archive
-        raise DamagedData(f"{download.url} is not a valid archive: {error}") from None
+        raise DamagedData(f"{url} is not a valid archive: {error}") from None
 
 
-def _download_file(download: Download, path: Path, progress: DownloadProgress) -> None:
-    request = urllib.request.Request(download.url, headers={"User-Agent": "gradherd"})
+def _download_file(url: str, path: Path, progress: DownloadProgress) -> None:
+    request = urllib.request.Request(url, headers={"User-Agent": "gradherd"})
     try:
         response = urllib.request.urlopen(request, timeout=_TIMEOUT)
     except HTTPError as error:
@@ -143,7 +142,7 @@ def _download_file(download: Download, path: Path, progress: DownloadProgress) -
         size = None if length is None else int(length)
         while chunk := response.read(_CHUNK):
             received += file.write(chunk)
-            progress(download.name, received, size)
+            progress(path.name, received, size)
     # urllib does not report a connection that ends early.
     if size is not None and received != size:
         raise OSError(f"the connection ended after {received:,} of {size:,} bytes")

@@ -17,11 +17,7 @@ from gradherd.lab.tasks.task import REQUIRED, Defaults, Task, as_task, check_cal
 from gradherd.lab.text import check_known, printable
 
 TASKS: dict[str, Callable[[], Task]] = {
-    "digits": Digits,
-    "digits-mlp": DigitsMLP,
-    "hmda": HMDA,
-    "cifar10-lenet": Cifar10LeNet,
-    "fashion-lenet": FashionLeNet,
+    one.name: one for one in (Digits, DigitsMLP, HMDA, Cifar10LeNet, FashionLeNet)
 }
 """Tasks by name."""
 _TEXT = (str, "a text")

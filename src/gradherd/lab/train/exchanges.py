@@ -92,7 +92,7 @@ class SharedModel(VirtualExchange):
         self._timer = DeviceTimer(device)
         # One place for the model's gradient: making views takes a host longer than a GPU's copy.
         self._flat = torch.zeros(layout.size, dtype=own[0].dtype, device=device)
-        self._grads = grad_views(self._flat, own)
+        self._grads = layout.views(self._flat).values()
 
     def step(self, grads: Tensor, lr: float, counters: EpochCounters) -> None:
         """Average the (R, D) gradients and take a step with the mean."""
@@ -151,9 +151,10 @@ class LocalModels(VirtualExchange):
 
     def step(self, grads: Tensor, lr: float, counters: EpochCounters) -> None:
         """Take a step of each worker with its own gradient; exchange if it ends a phase."""
+        layout = self._weights[0].layout
         for own, optimizer, flat in zip(self.parameters, self._optimizers, grads, strict=True):
             set_lr(optimizer, lr)
-            for parameter, grad in zip(own, grad_views(flat, own), strict=True):
+            for parameter, grad in zip(own, layout.views(flat).values(), strict=True):
                 parameter.grad = grad
             # Each worker clips its own gradient: there is no averaged one.
             clip_and_step(optimizer, own, self._clip)
@@ -262,12 +263,6 @@ def _sparse_workers(
     return workers
 
 
-def grad_views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return the parts of a (D,) gradient in the shapes of its parameters."""
-    pieces = flat.split([parameter.numel() for parameter in parameters])
-    return [piece.view_as(one) for piece, one in zip(pieces, parameters, strict=True)]
-
-
 Shape = tuple[int, int]
 
 
@@ -313,22 +308,6 @@ def _elements(shapes: Sequence[Shape], rank: int) -> int:
     )
 
 
-def low_rank_mean(matrices: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the low-rank mean of all workers' matrices, and the factor for the next step.
-
-    Args:
-        matrices: (R, m, n), each worker's gradient plus its residual.
-        q: (n, r) the factor of the step before.
-
-    Returns:
-        (m, n) mean, of rank r at most, and (n, r).
-    """
-    # Two all-reduces, of P and of Q: both products are linear, so means of them are enough.
-    p, _ = torch.linalg.qr((matrices @ q).mean(0))
-    q = (matrices.transpose(1, 2) @ p).mean(0)
-    return p @ q.T, q
-
-
 class LowRankWorkers:
     """R = `size` workers that exchange low-rank gradients; the counterpart of `VirtualWorkers`.
 
@@ -369,10 +348,12 @@ class LowRankWorkers:
         for at, (m, n) in enumerate(self._shapes):
             span = slice(begin, begin + m * n)
             if at in self._factors:
-                mean, self._factors[at] = low_rank_mean(
-                    sums[:, span].view(-1, m, n), self._factors[at]
-                )
-                means[span] = mean.flatten()
+                # Two all-reduces, of P (m, r) and of Q (n, r), with the Q of the step before: both
+                # products are linear, so means of them are enough.
+                matrices = sums[:, span].view(-1, m, n)
+                p, _ = torch.linalg.qr((matrices @ self._factors[at]).mean(0))
+                q = self._factors[at] = (matrices.transpose(1, 2) @ p).mean(0)
+                means[span] = (p @ q.T).flatten()
                 # What the mean leaves out of this worker's own sum: R means and residuals add up
                 # to R sums.
                 self._residuals[:, span] = sums[:, span] - means[span]

@@ -97,9 +97,8 @@ def _make_gradients(task: Task, model: nn.Module, tensors: Tensors) -> Gradients
     def loss_of_group(flat: Tensor, *examples: Tensor) -> Tensor:
         # One flat vector per run: the optimizer and the exchange then take one operation, not one
         # per parameter.
-        pieces = torch.split(flat, list(spec.numels))
-        named = {n: p.view(s) for n, p, s in zip(spec.names, pieces, spec.shapes, strict=True)}
-        return task.loss(FunctionalModel(vmappable, named), *examples)  # type: ignore[arg-type]
+        model = FunctionalModel(vmappable, spec.views(flat))
+        return task.loss(model, *examples)  # type: ignore[arg-type]
 
     of_groups = vmap(grad(loss_of_group), in_dims=(None, *(0 for _ in tensors)))
     loops = prefers_loop(model)

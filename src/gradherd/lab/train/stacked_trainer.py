@@ -56,7 +56,10 @@ _FEW_GROUPS, _FEW_ELEMENTS = 8, 1024
 
 
 def why_not_stackable(config: RunConfig, model: nn.Module) -> str | None:
-    """Return why runs like this one cannot be stacked; None if they can."""
+    """Return why runs like this one cannot be stacked; None if they can.
+
+    `why_not_mean_loss` sees what draws random numbers, and statistics that span a batch.
+    """
     if config.local_steps is not None:
         return "each of its workers has weights of its own"
     if config.autocast is not None:
@@ -66,17 +69,6 @@ def why_not_stackable(config: RunConfig, model: nn.Module) -> str | None:
     size, device = FlatSpec.of(model).size, config.device.partition(":")[0]
     if size > _MAX_SIZE[device]:
         return f"{size:,} parameters are too many"
-    return why_not_vmappable(model)
-
-
-def why_not_vmappable(model: nn.Module) -> str | None:
-    """Return why copies of this model cannot be batched with vmap; None if they can.
-
-    `why_not_mean_loss` sees what draws random numbers, and statistics that span a batch.
-
-    >>> why_not_vmappable(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    'it has buffers'
-    """
     # Buffers carry state from batch to batch, and stacked runs have one template model.
     if any(True for _ in model.buffers()):
         return "it has buffers"
