@@ -527,7 +527,7 @@ def test_metrics_leave_the_error_of_an_exchange_to_the_next_step(monkeypatch):
     def fails(*_):
         raise RuntimeError("a peer is gone")
 
-    monkeypatch.setattr(herd._exchange, "_send", fails)
+    monkeypatch.setattr(herd._exchange, "_exchange", fails)
     for _ in range(4):
         step(net, optimizer, (torch.randn(2, 100), torch.randn(2, 100)))
     assert herd.metrics()["local_steps"] == 4

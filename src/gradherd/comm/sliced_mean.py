@@ -96,15 +96,6 @@ def column_slices(rows: Tensor, ranks: int) -> Tensor:
     return slices
 
 
-class _Bucket(NamedTuple):
-    """A vector whose slices are being exchanged."""
-
-    flat: Tensor
-    """(N,) elements of this rank; the mean in the end."""
-    slices: PendingCollective
-    """(R, N // R) this rank's slice of every rank's elements."""
-
-
 class _Loan:
     """Slices that are read by another thread, and on a GPU maybe on another stream."""
 
@@ -144,7 +135,8 @@ class SlicedMean:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._started: list[_Bucket] = []
+        # (N,) elements of this rank, the mean in the end; (R, N // R) its slice of all ranks'.
+        self._started: list[tuple[Tensor, PendingCollective]] = []
         # By number of the bucket. DDP rebuilds its buckets once, so shapes may change.
         self._buffers: dict[int, Tensor] = {}
         self._loan: _Loan | None = None
@@ -171,7 +163,7 @@ class SlicedMean:
         share = len(flat) // self._world.size
         body = flat[: share * self._world.size].view(self._world.size, share)
         out = self._buffer(len(self._started), flat, share)
-        self._started.append(_Bucket(flat, all_to_all_start(body, self._world, out=out)))
+        self._started.append((flat, all_to_all_start(body, self._world, out=out)))
 
     def _buffer(self, number: int, like: Tensor, columns: int) -> Tensor:
         """Return an (R, columns) tensor with arbitrary content, once nobody reads it any more."""
@@ -195,7 +187,7 @@ class SlicedMean:
             This rank's slices of every rank's vector, in at least float32.
         """
         started, self._started = self._started, []
-        ends = [bucket.flat[bucket.slices.value.numel() :] for bucket in started]
+        ends = [flat[slices.value.numel() :] for flat, slices in started]
         tails: Sequence[Tensor] = ends
         # One message for the ends of all buckets, sent while the slices are still being exchanged.
         if any(map(len, ends)):
@@ -203,9 +195,9 @@ class SlicedMean:
             self.bytes += sent
             tails = gathered.split([*map(len, ends)], dim=1)
         found, pending, rank = [], [], self._world.rank
-        for bucket, end, tail in zip(started, ends, tails, strict=True):
-            block = bucket.slices.wait()
-            slots = bucket.flat[: block.numel()].view(block.shape)
+        for (flat, slices), end, tail in zip(started, ends, tails, strict=True):
+            block = slices.wait()
+            slots = flat[: block.numel()].view(block.shape)
             own = mean_of_rows(block, out=slots[rank])  # in place: its final slot
             pending.append(all_gather_start(own, self._world, out=slots))
             wide = torch.promote_types(block.dtype, torch.float32)
@@ -214,7 +206,7 @@ class SlicedMean:
                 mean_of_rows(tail, out=end)
                 column = tail[:, rank : rank + 1].to(wide)
                 found.append(column if rank < len(end) else column.new_zeros(len(tail), 1))
-            self.bytes += bucket.slices.bytes + pending[-1].bytes
+            self.bytes += slices.bytes + pending[-1].bytes
         for gather in pending:
             gather.wait()
         return tuple(one for one in found if one.shape[1])

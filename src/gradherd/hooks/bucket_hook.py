@@ -53,10 +53,8 @@ class HookSlot:
 
 def hook_is_free(ddp: DDP) -> bool:
     """Return whether a `BucketHook` can be registered with a DDP model."""
-    slot = _slot_of(ddp)
-    if slot is not None:
-        return slot.hook is None
-    return all(isinstance(state, HookSlot) for state in comm_hook_states(ddp))
+    states = comm_hook_states(ddp)
+    return all(isinstance(state, HookSlot) and state.hook is None for state in states)
 
 
 def _slot_of(ddp: DDP) -> HookSlot | None:

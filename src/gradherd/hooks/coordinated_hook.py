@@ -100,11 +100,6 @@ class SlicedTransport(RankTransport):
         self._decided = False
         self._shares = False  # whether averaging delivers the slices of this backward
 
-    @property
-    def bytes(self) -> int:
-        """Bytes that this rank has sent for ordering alone."""
-        return self._separate_bytes + self._sign_bytes
-
     @abstractmethod
     def _comes_alone(self) -> bool:
         """Say whether what will be averaged holds the gradient of this backward alone."""
@@ -203,8 +198,9 @@ class SlicedTransport(RankTransport):
         self._thread.wait(raises=raises)
 
     def metrics(self) -> dict[str, Any]:
-        """Return what averaging gradients has cost."""
-        return {
+        """Return also what averaging gradients has cost."""
+        return super().metrics() | {
+            "bytes_for_ordering": self._separate_bytes + self._sign_bytes,
             "exchange_seconds": self.stopwatch.seconds,
             "signs_cpu_seconds": self._sign_seconds,
             "total_bytes": self.total_bytes,
@@ -457,8 +453,11 @@ class ShardedCoordination(SlicedTransport):
         self._blocks = []
 
     def metrics(self) -> dict[str, Any]:
-        """Return what reducing gradients has cost, where ordering shares that exchange."""
-        return super().metrics() if self._replaces else {}
+        """Return what reducing gradients has cost only where ordering shares that exchange."""
+        found = super().metrics()
+        if self._replaces:
+            return found
+        return {key: count for key, count in found.items() if key.startswith("bytes_for_")}
 
     def close(self) -> None:
         """Remove the hooks, stop the thread and close its group."""

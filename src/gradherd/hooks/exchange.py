@@ -69,6 +69,8 @@ class ModelExchange:
         """Whether the model is sharded: this rank then has its shards, as the peers do."""
         self.shards = World.single() if sharded is None else sharded.shard
         """The ranks that hold the shards of this replica."""
+        self.mesh, self.place = (peers.size, self.shards.size), (peers.rank, self.shards.rank)
+        """Number of replicas, and of shards of each; which of them this rank holds."""
         self.parameters = parameters
         self.layout = FlatSpec.small_last(parameters, settings.dense_below)
         self._worker = Worker(
@@ -131,16 +133,6 @@ class ModelExchange:
         return {"steps": self._worker.step}
 
     # States.
-
-    @property
-    def mesh(self) -> tuple[int, int]:
-        """Number of replicas, and of shards of each."""
-        return self.peers.size, self.shards.size
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Which replica and which shard this rank holds."""
-        return self.peers.rank, self.shards.rank
 
     def _vectors(self) -> dict[str, Tensor]:
         """Return the (D,) vectors that are kept between steps; they are loaded in place."""

@@ -225,8 +225,6 @@ class OrderFeedback(Feeder):
             "examples": len(self.sampler),
             "total_examples_fed_back": self._fed_back,
             "rows": repr(self.rows),
-            "bytes_for_ordering": self._transport.bytes,
-            "bytes_for_comparing": self._transport.compared_bytes,
             # Without what rows take inside the user's backward.
             "ordering_seconds": self._stopwatch.seconds,
             **self._transport.metrics(),

@@ -33,7 +33,6 @@ from gradherd.hooks.exchange import ModelExchange
 from gradherd.hooks.fsdp import ShardedWorlds, fsdp_modules
 from gradherd.hooks.parameter_hooks import watch_steps
 from gradherd.sparsify.local import LocalSteps, OuterOptimizer, average_buffers
-from gradherd.sparsify.selecting import Outcome
 from gradherd.torch_names import copy_all
 
 log = logging.getLogger("gradherd")
@@ -267,39 +266,19 @@ class LocalExchange(ModelExchange):
         return job
 
     def _exchange(self, at: tuple[int, int], buffers: Tensor | None) -> None:
-        """Run the exchange, here or in the thread, and keep its result until it is applied."""
-        outcome, averaged, sent = self._send(at, buffers)
-        self.total_bytes += sent
-        outcome = outcome if self.all_shards_agree(outcome is not None) else None
-        self._worker.commit(outcome)
-        if outcome is None:
-            self._arrival = _Arrival(None, None, {})
-            return
-        # Now, not before the next sum: an exchange that is called off must not decay it twice.
-        if self._settings.decay != 1:
-            self._worker.decay(self._settings.decay)
-        metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
-        self._arrival = _Arrival(outcome.whole_mean(self.layout.size), averaged, metrics)
-
-    def _send(
-        self, at: tuple[int, int], buffers: Tensor | None
-    ) -> tuple[Outcome | None, Tensor | None, int]:
-        """Exchange the difference that was added to the worker, and this rank's (B,) buffers.
+        """Run the exchange, here or in the thread, and keep its result until it is applied.
 
         Args:
             at: Steps of this rank, and whether `sync` asks: the same on all ranks.
-            buffers: None without any.
-
-        Returns:
-            What has arrived, None if the exchange was called off; the mean of all buffers; bytes.
+            buffers: This rank's (B,) buffers; None without any.
         """
+        averaged, more = None, 0
         try:
             own = torch.tensor(at, device=self._weights.device)
             positions, compared = all_gather(own, self._channel)
             # Ranks that have lost count of their steps would take one message for another.
             together = bool((positions == positions[0]).all())
             outcome, sent = run(self._worker.script(), self._channel) if together else (None, 0)
-            averaged, more = None, 0
             if outcome is not None and buffers is not None:
                 averaged, more = run(average_buffers(buffers, self._channel.size), self._channel)
         except RuntimeError as error:
@@ -314,7 +293,18 @@ class LocalExchange(ModelExchange):
                 "ranks have taken different numbers of steps, or not all of them have called "
                 f"sync(): [steps, sync()] of each rank are {positions.tolist()}"
             )
-        return outcome, averaged, sent + compared + more
+        sent += compared + more
+        self.total_bytes += sent
+        outcome = outcome if self.all_shards_agree(outcome is not None) else None
+        self._worker.commit(outcome)
+        if outcome is None:
+            self._arrival = _Arrival(None, None, {})
+            return
+        # Now, not before the next sum: an exchange that is called off must not decay it twice.
+        if self._settings.decay != 1:
+            self._worker.decay(self._settings.decay)
+        metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
+        self._arrival = _Arrival(outcome.whole_mean(self.layout.size), averaged, metrics)
 
     @torch.no_grad()
     def _apply(self, *, synced: bool = False) -> None:

@@ -284,21 +284,18 @@ class ShardedSparseHook(GradientExchange):
             return
         with self.stopwatch, torch.no_grad():
             touched, self._touched = self._touched, set()
-            self._exchange(touched)
-
-    def _exchange(self, touched: set[str]) -> None:
-        loss_scale = self._begin()
-        if self._worker.settings.clip is not None:
-            # The gradient of a replica: every rank of its shards has a part.
-            own = torch.linalg.vector_norm(self._grad, dtype=torch.float64)
-            norms, sent = all_gather(own.view(1), self.shards)
-            self.total_bytes += sent
-            most = self._worker.settings.clip * loss_scale
-            clip_together([self._grad], most, torch.linalg.vector_norm(norms))
-        self._worker.add(0, self._grad, clear=True)
-        # Inside a replica all ranks use the same parameters, or the reduce-scatter itself would
-        # fail. Replicas may differ.
-        self._run(set(self.parameters), touched)
+            loss_scale = self._begin()
+            if self._worker.settings.clip is not None:
+                # The gradient of a replica: every rank of its shards has a part.
+                own = torch.linalg.vector_norm(self._grad, dtype=torch.float64)
+                norms, sent = all_gather(own.view(1), self.shards)
+                self.total_bytes += sent
+                most = self._worker.settings.clip * loss_scale
+                clip_together([self._grad], most, torch.linalg.vector_norm(norms))
+            self._worker.add(0, self._grad, clear=True)
+            # Inside a replica all ranks use the same parameters, or the reduce-scatter itself would
+            # fail. Replicas may differ.
+            self._run(set(self.parameters), touched)
 
     def _local_grad(self, name: str) -> Tensor:
         """Return this rank's shard of p.grad, flat."""

@@ -47,16 +47,6 @@ class RowTransport:
         """Whether a backward has happened whose rows were not fed back yet."""
         return self.source.waiting
 
-    @property
-    def bytes(self) -> int:
-        """Bytes that this rank has sent for ordering alone."""
-        return 0
-
-    @property
-    def compared_bytes(self) -> int:
-        """Bytes that this rank has sent to find out whether all feed back the same batch."""
-        return 0
-
     def prepare(self) -> None:
         """Get ready for a new batch: a forward begins."""
 
@@ -95,8 +85,8 @@ class RowTransport:
         self.source.clear()
 
     def metrics(self) -> dict[str, Any]:
-        """Return figures of this transport's own."""
-        return {}
+        """Return the bytes that this rank has sent, and figures of this transport's own."""
+        return {"bytes_for_ordering": 0, "bytes_for_comparing": 0}
 
     def ordering_state(self) -> dict[str, Any]:
         """Return the state of the ordering. All ranks must call it."""
@@ -144,10 +134,9 @@ class RankTransport(RowTransport):
         weakref.finalize(self, self._side.close_side_channel).atexit = False
         self._in_step = StepComparison(sampler)
 
-    @property
-    def compared_bytes(self) -> int:
-        """Bytes that this rank has sent to compare batches."""
-        return self._in_step.bytes
+    def metrics(self) -> dict[str, Any]:
+        """Return also the bytes that this rank has sent to compare batches."""
+        return super().metrics() | {"bytes_for_comparing": self._in_step.bytes}
 
     def ordering_state(self) -> dict[str, Any]:
         """Return the state of the ordering with the columns of all ranks. All ranks must call it.
@@ -210,11 +199,6 @@ class GatheringTransport(RankTransport):
         self.figures: RowFigures | None = None
         """What measures the rows of each batch, if somebody wants to know."""
         self._alone = world.size == 1
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that this rank has sent to gather rows."""
-        return self._runner.bytes
 
     def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
         """Feed back a row for each unit of the batch."""
@@ -284,10 +268,10 @@ class GatheringTransport(RankTransport):
             self._gatherer = EpochGatherer(sampler, self._runner, *steps, scatters=scatters)
 
     def metrics(self) -> dict[str, Any]:
-        """Return the parameters that rows leave out."""
-        source = self.source
+        """Return also the parameters that rows leave out."""
+        source, found = self.source, super().metrics() | {"bytes_for_ordering": self._runner.bytes}
         left_out = list(source.left_out) if isinstance(source, ExampleRowSource) else []
-        return {"rows_left_out": left_out} if left_out else {}
+        return found | ({"rows_left_out": left_out} if left_out else {})
 
     def finish(self) -> None:
         """Let the sampler learn all that was fed."""
