@@ -80,4 +80,5 @@ def pickled_sampler(unit):
     herd = gh.attach(net, order=sampler)
     train(net, herd, data, steps=3)
     herd.finish()
-    return sampler, pickle.loads(pickle.dumps(sampler)), copy.deepcopy(sampler)
+    # With the herd: a sampler does not keep it.
+    return herd, sampler, pickle.loads(pickle.dumps(sampler)), copy.deepcopy(sampler)

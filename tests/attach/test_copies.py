@@ -27,7 +27,7 @@ def test_copies_of_modules(kind, unit):
 
 @pytest.mark.parametrize("unit", [1, 4])
 def test_copies_of_samplers(unit):
-    sampler, *others = work.pickled_sampler(unit)
+    _, sampler, *others = work.pickled_sampler(unit)
     for other in others:
         assert sampler.attached
         assert not other.attached

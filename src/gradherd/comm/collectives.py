@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradherd.comm.background_thread import in_background
+from gradherd.comm.checks import check_in
 from gradherd.comm.world import World
 
 # torch 2.13 renamed the function and warns about the old name.
@@ -217,8 +218,7 @@ def broadcast(tensor: Tensor, world: World, *, src: int = 0) -> CollectiveResult
     Raises:
         ValueError: There is no rank `src`.
     """
-    if not 0 <= src < world.size:
-        raise ValueError(f"src must be in [0, {world.size}), got {src}")
+    check_in(f"[0, {world.size})", src=src)
     if world.size == 1:
         return CollectiveResult(tensor, 0)
     # `group_src`, not `src`: torch counts the latter among all processes, not within the group.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from gradherd.comm.checks import check_numbers, check_whole
+from gradherd.comm.checks import check_in, check_whole
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,7 @@ class World:
 
     def __post_init__(self) -> None:
         check_whole("size", self.size, 1)
-        check_numbers(rank=self.rank)
-        if not 0 <= self.rank < self.size:
-            raise ValueError(f"rank must be in [0, {self.size}), got {self.rank}")
+        check_in(f"[0, {self.size})", rank=self.rank)
 
     # A process group belongs to its process, and cannot be pickled.
     def __reduce__(self) -> tuple[type["World"], tuple[int, int]]:

@@ -289,15 +289,15 @@ def _make_transport(
         # Nothing is read off the model but that a backward has happened.
         return RowTransport(order, RowSource(module))
     if isinstance(settings, BatchRows) and isinstance(model, DDP) and world.size > 1:
-        return CoordinatedHook(model, order, world)
+        return CoordinatedHook(model, order)
     if isinstance(settings, BatchRows) and world.size > 1 and fsdp_modules(model):
-        return ShardedCoordination(model, order, world)
+        return ShardedCoordination(model, order)
     # A hook on the wrapper runs before the graph, one on what it wraps is part of it.
     read = module if called is model else called
     source = make_row_source(read, settings, order.unit, order.batch_size)
     device, size = next(module.parameters()).device, FlatSpec.of(module).size
     scatters = scatters_columns(row_length(settings, size), size, world.size)
-    return GatheringTransport(source, order, world, device, size if scatters else None)
+    return GatheringTransport(source, order, device, size if scatters else None)
 
 
 def _check_order(order: OrderedSampler, averaging: World | None) -> None:

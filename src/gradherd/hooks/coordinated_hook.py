@@ -85,10 +85,10 @@ class SlicedTransport(RankTransport):
     stopwatch: Stopwatch
     """Time spent in that exchange."""
 
-    def __init__(self, model: nn.Module, sampler: OrderedSampler, world: World) -> None:
+    def __init__(self, model: nn.Module, sampler: OrderedSampler) -> None:
         """Hook into a model, without DDP. All ranks must do so at the same point."""
         source, device = RowSource(model, self._arrived), next(model.parameters()).device
-        super().__init__(sampler, source, world, FlatSpec.of(model), device)
+        super().__init__(sampler, source, FlatSpec.of(model), device)
         self._thread = BackgroundThread("gradherd-signs")
         self._sign_bytes = 0
         # CPU time of the thread: its wall time is mostly spent waiting for the training loop.
@@ -184,10 +184,6 @@ class SlicedTransport(RankTransport):
             "order would differ between ranks; attach with rows='sketch'"
         )
 
-    def prepare(self) -> None:
-        """Reset before a backward, also after one that failed."""
-        self.forget()
-
     def forget(self) -> None:
         """Drop a gradient that was not fed back yet."""
         self._drop_slices()
@@ -218,9 +214,10 @@ class CoordinatedHook(SlicedTransport, BucketHook):
     C counts this rank's slice of each bucket.
     """
 
-    def __init__(self, ddp: DDP, sampler: OrderedSampler, world: World) -> None:
+    def __init__(self, ddp: DDP, sampler: OrderedSampler) -> None:
         """Register with DDP. All ranks must do so at the same point."""
-        SlicedTransport.__init__(self, ddp.module, sampler, world)
+        SlicedTransport.__init__(self, ddp.module, sampler)
+        world = self.world
         # Weak: DDP holds its hook out of the garbage collector's sight, and would never be freed.
         self._ddp = weakref.ref(ddp)
         self._parameters = [p for p in ddp.module.parameters() if p.requires_grad]
@@ -384,11 +381,11 @@ class SlicingReduceScatter:
 class ShardedCoordination(SlicedTransport):
     """Lets FSDP average its gradients, and the sampler learn from whole batches of all workers."""
 
-    def __init__(self, model: nn.Module, sampler: OrderedSampler, world: World) -> None:
+    def __init__(self, model: nn.Module, sampler: OrderedSampler) -> None:
         """Hook into a sharded model's groups. All ranks must do so at the same point."""
-        super().__init__(model, sampler, world)
-        self._groups = [group for group in sharded_groups(model) if group.parameters]
-        self._replaces = all(one.shares_reduce_scatter(world) for one in self._groups)
+        super().__init__(model, sampler)
+        self._groups = sharded_groups(model)
+        self._replaces = all(one.shares_reduce_scatter(self.world) for one in self._groups)
         spans = tuple(
             # Without the reduce-scatter any cut would do; a flat one pads least.
             p.span if self._replaces else ShardSpan(p.name, (math.prod(p.span.shape),), 0)
@@ -399,12 +396,11 @@ class ShardedCoordination(SlicedTransport):
         self.total_bytes, self.stopwatch = 0, Stopwatch()
         self._blocks: list[tuple[Sequence[ShardedParameter], Tensor, float]] = []
         self._slices: Tensor | None = None  # (R, C) of the batch that is being signed
-        self._handles: list[Any] = []
-        for group in self._groups if self._replaces else []:
-            self._handles.append(group.note_present())
-            self._handles.append(
-                group.set_reduce_scatter(partial(SlicingReduceScatter, self, group))
-            )
+        self._handles = [
+            group.set_reduce_scatter(partial(SlicingReduceScatter, self, group))
+            for group in self._groups
+            if self._replaces
+        ]
 
     @property
     def waiting(self) -> bool:

@@ -283,17 +283,16 @@ class GradientExchange(ModelExchange):
     def _spoil(self, used: set[str]) -> None:
         """Set the gradients of parameters to NaN."""
 
-    def _run(self, present: set[str], touched: set[str] | None) -> None:
+    def _run(self, touched: set[str] | None) -> None:
         """Exchange the gradient that was added to the worker, and write the mean.
 
         If some rank had a gradient that is not finite, all ranks take NaN, so that a GradScaler
         skips the step on all of them, and residuals stay what they were.
 
         Args:
-            present: Names of the parameters that have a gradient on all ranks or on some.
-            touched: Which of them this rank has used, where ranks may differ.
+            touched: Names of the parameters that this rank has used, where ranks may differ.
         """
-        used, compared = present, 0
+        used, compared = set(self.parameters), 0
         if touched is not None:
             flags = [name in touched for name in self.parameters]
             own = torch.tensor(flags, dtype=torch.uint8, device=self._residual.device)
@@ -301,7 +300,7 @@ class GradientExchange(ModelExchange):
             # the mean of the others.
             anywhere, compared = all_gather(own, self.peers)
             pairs = zip(self.parameters, anywhere.any(0).tolist(), strict=True)
-            used = {name for name, is_used in pairs if is_used and name in present}
+            used = {name for name, is_used in pairs if is_used}
         # The gradients of what nobody has used stay as they are: a residual that was sent for it
         # would be lost.
         for name, span in self.layout.slices.items():

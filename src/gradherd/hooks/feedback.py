@@ -86,7 +86,8 @@ class OrderFeedback(Feeder):
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled():
             self._feed_back()
-            self._transport.prepare()
+            if not self._transport.quiet:
+                self._transport.forget()
             if not self._paused:
                 self._take_ticket()
                 self._announced = True

@@ -125,7 +125,7 @@ class ShardedGroup:
         ]
         """Those that were trainable when this was made."""
         self.noted: list[ShardedParameter] = []
-        """What the last reduce-scatter contained; see `note_present`."""
+        """What the last reduce-scatter contained, if it or the all-reduce hook is replaced."""
         self._known = {id(p._handle): p for p in self.parameters}
         info = group.mesh_info
         self.shard_world = _world_of(getattr(info, "shard_process_group", None))
@@ -155,24 +155,15 @@ class ShardedGroup:
         """Whether gradients of earlier backwards wait to be reduced."""
         return any(p.has_gradient for p in self.parameters)
 
-    def note_present(self) -> Handle:
-        """Note before each reduce-scatter which parameters it contains, in `noted`."""
-
-        def note() -> None:
-            self.noted = self._present()
-
-        return _listen(self._watch().before_reduce, note)
-
-    def _present(self) -> list[ShardedParameter]:
-        """Return the parameters that the next reduce-scatter contains; new ones have no name."""
+    def _note_present(self) -> None:
+        """Note which parameters the next reduce-scatter contains; new ones have no name."""
         zeros = getattr(self._group, "reduce_scatter_unused_params", False)
-        found = []
+        self.noted = []
         for handle in self._group.fsdp_params:
             one = self._known.get(id(handle)) or ShardedParameter("", handle)
             whole = one.unsharded
             if one.has_gradient or (zeros and whole is not None and whole.requires_grad):
-                found.append(one)
-        return found
+                self.noted.append(one)
 
     def divide_factors(self, dtype: torch.dtype) -> tuple[float, float]:
         """Return what torch divides by before it reduces, and after the all-reduce hook."""
@@ -220,9 +211,17 @@ class ShardedGroup:
         return self._replace("_all_reduce_hook", hook)
 
     def _replace(self, name: str, new: Any) -> Handle:
-        before = getattr(self._group, name)
+        before, noting = (
+            getattr(self._group, name),
+            _listen(self._watch().before_reduce, self._note_present),
+        )
         setattr(self._group, name, new)
-        return Handle(lambda: setattr(self._group, name, before))
+
+        def undo() -> None:
+            setattr(self._group, name, before)
+            noting.remove()
+
+        return Handle(undo)
 
     def on_gradient(self, parameter: ShardedParameter, hook: GradientHook) -> Handle:
         """Call `hook` with each gradient of the whole parameter, before it is accumulated."""
@@ -289,7 +288,7 @@ def _call_all(hooks: list[Any], *args: Any) -> None:
 
 
 def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
-    """Return all groups of the model; [] if `fully_shard` was not called on any part of it."""
+    """Return all groups with trainable parameters; [] if `fully_shard` was called on no part."""
     modules = fsdp_modules(model)
     for _, module in modules:
         module.reshard()  # The model's parameters are then DTensors, whatever ran before.
@@ -300,7 +299,7 @@ def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
             if id(group) not in seen:  # fully_shard([a, b]) makes one group of two modules
                 seen.add(id(group))
                 groups.append(ShardedGroup(path, group, names))
-    return groups
+    return [group for group in groups if group.parameters]
 
 
 def _param_groups(module: Any) -> list[Any]:
@@ -390,7 +389,7 @@ def check_sharding(model: nn.Module) -> None:
             f"torch {torch.__version__} has no {', '.join(missing)}, which gradherd needs for "
             "fully_shard: use a version that docs/sharded.md lists, or DistributedDataParallel"
         )
-    groups = [group for group in sharded_groups(model) if group.parameters]
+    groups = sharded_groups(model)
     for group in groups:
         where = f"module {group.path!r}" if group.path else "the model"
         for parameter in group.parameters:
@@ -432,7 +431,7 @@ class ShardedWorlds:
 
     def __init__(self, model: nn.Module, mesh: Any = None) -> None:
         """Find the ranks of a sharded model, and of its replicas in the mesh given to `attach`."""
-        self.groups = [group for group in sharded_groups(model) if group.parameters]
+        self.groups = sharded_groups(model)
         self.shard = self.groups[0].shard_world
         """The ranks that hold one copy of the model."""
         self.native = self.groups[0].replicate_world

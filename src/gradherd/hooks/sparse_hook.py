@@ -34,7 +34,7 @@ from gradherd.comm.world import World
 from gradherd.flat import exchangeable, in_memory_order, local_shard, plain_name
 from gradherd.hooks.bucket_hook import BucketHook, world_of
 from gradherd.hooks.exchange import GradientExchange
-from gradherd.hooks.fsdp import Handle, ShardedGroup, ShardedWorlds, is_inner, is_last_backward
+from gradherd.hooks.fsdp import ShardedGroup, ShardedWorlds, is_inner, is_last_backward
 from gradherd.hooks.parameter_hooks import ParameterUsage
 from gradherd.sparsify.gpu_worker import GpuSteps, runs_on_device
 from gradherd.sparsify.settings import Sparsify
@@ -60,7 +60,6 @@ class SparseHook(BucketHook, GradientExchange):
         }
         self._flats: list[Tensor] = []  # the buckets of the exchange that runs
         self._placement: Placement | None = None  # of the parameters in them
-        self._present: set[str] = set()  # their names
         # A backward may leave parameters unused; DDP itself tracks that only then.
         may_vary = ddp.find_unused_parameters or ddp.static_graph
         self._usage = ParameterUsage(ddp) if may_vary else None
@@ -119,7 +118,7 @@ class SparseHook(BucketHook, GradientExchange):
                     self._worker.add(self._slices[parameter].start, part, clear=True)
                 else:  # It was frozen when the hook was attached, so it has no residual.
                     self._average_whole(part)
-        self._run(self._present, None if self._usage is None else self._usage.take())
+        self._run(None if self._usage is None else self._usage.take())
 
     def _write(self, indices: Tensor, mean: Tensor, used: set[str]) -> Tensor:
         assert self._placement is not None
@@ -132,8 +131,7 @@ class SparseHook(BucketHook, GradientExchange):
     def _place(self, buckets: Sequence[dist.GradBucket]) -> None:
         """Find out where parameters lie in other buckets; on a GPU the residual follows them."""
         here = {p for bucket in buckets for p in bucket.parameters()}
-        self._present = {name for name, p in self.parameters.items() if p in here}
-        if missing := [name for name in self.parameters if name not in self._present]:
+        if missing := [name for name, p in self.parameters.items() if p not in here]:
             raise RuntimeError(
                 f"{missing[0]} was frozen when DDP was made ({len(missing)} such parameters), and "
                 "DDP will never average its gradient: make DDP after unfreezing"
@@ -246,10 +244,9 @@ class ShardedSparseHook(GradientExchange):
         self._touched: set[str] = set()
         self._averages = True
         self._backward = -1  # the number of the last one; no backward has this
-        self._handles: list[Handle] = []
-        for group in worlds.groups:
-            self._handles.append(group.note_present())
-            self._handles.append(group.set_all_reduce_hook(partial(self._collect, group)))
+        self._handles = [
+            group.set_all_reduce_hook(partial(self._collect, group)) for group in worlds.groups
+        ]
 
     def _collect(self, group: ShardedGroup, reduced: Tensor) -> None:
         """Add the flat result of a reduce-scatter to this rank's vector, and clear it."""
@@ -295,7 +292,7 @@ class ShardedSparseHook(GradientExchange):
             self._worker.add(0, self._grad, clear=True)
             # Inside a replica all ranks use the same parameters, or the reduce-scatter itself would
             # fail. Replicas may differ.
-            self._run(set(self.parameters), touched)
+            self._run(touched)
 
     def _local_grad(self, name: str) -> Tensor:
         """Return this rank's shard of p.grad, flat."""

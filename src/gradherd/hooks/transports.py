@@ -14,7 +14,6 @@ from torch import Tensor
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.script import RankRunner
 from gradherd.comm.sliced_mean import ColumnLayout, ShardSpan
-from gradherd.comm.world import World
 from gradherd.flat import FlatSpec
 from gradherd.hooks.row_sources import BatchGradientSource, ExampleRowSource, RowSource
 from gradherd.ordering.balance import SIGNING_DEVICES
@@ -34,7 +33,8 @@ class RowTransport:
     """
 
     quiet: ClassVar[bool] = True
-    """Whether a compiled forward need not tell that it begins: the backward asks for its batch."""
+    """Whether a compiled forward need not tell that it begins: the backward asks for its batch.
+    Otherwise each forward drops what is left of a backward that failed."""
 
     def __init__(self, sampler: OrderedSampler, source: RowSource) -> None:
         self._sampler = sampler
@@ -46,9 +46,6 @@ class RowTransport:
     def waiting(self) -> bool:
         """Whether a backward has happened whose rows were not fed back yet."""
         return self.source.waiting
-
-    def prepare(self) -> None:
-        """Get ready for a new batch: a forward begins."""
 
     def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
         """Feed back the rows of the backward that was waiting, or drop them without a claim.
@@ -111,15 +108,10 @@ class RankTransport(RowTransport):
     """Which columns this rank holds; None if it holds all."""
 
     def __init__(
-        self,
-        sampler: OrderedSampler,
-        source: RowSource,
-        world: World,
-        spec: FlatSpec,
-        device: torch.device,
+        self, sampler: OrderedSampler, source: RowSource, spec: FlatSpec, device: torch.device
     ) -> None:
         super().__init__(sampler, source)
-        self.world = world
+        self.world = world = sampler.world
         self._spec = spec  # where parameters lie in whole rows
         self._device = device  # where the group of the ranks works
         # On the CPU, so that a GPU need not catch up with the host at every step. And ranks reach
@@ -183,22 +175,21 @@ class GatheringTransport(RankTransport):
         self,
         source: BatchGradientSource | ExampleRowSource,
         sampler: OrderedSampler,
-        world: World,
         device: torch.device,
         scattered: int | None,
     ) -> None:
         # `scattered` is how many columns a row has, if each rank gets some of them.
         spec = FlatSpec(("row",), ((scattered or 0,),))
-        super().__init__(sampler, source, world, spec, device)
+        super().__init__(sampler, source, spec, device)
         if scattered is not None:
             self.layout = ColumnLayout((ShardSpan("row", (scattered,), 0),))
-        self._runner = RankRunner(world, later=self._side)
+        self._runner = RankRunner(self.world, later=self._side)
         self._gatherer = RowGatherer(
             sampler, self._runner, policy_checks=self._policy_checks, scatters=scattered is not None
         )
         self.figures: RowFigures | None = None
         """What measures the rows of each batch, if somebody wants to know."""
-        self._alone = world.size == 1
+        self._alone = self.world.size == 1
 
     def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
         """Feed back a row for each unit of the batch."""
