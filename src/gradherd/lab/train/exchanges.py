@@ -138,6 +138,7 @@ class LocalModels(VirtualExchange):
         self.models = [model, *(copy.deepcopy(model) for _ in range(config.workers - 1))]
         self._weights = [FlatWeights(one, settings.dense_below, device) for one in self.models]
         self.parameters = [list(weights.parameters.values()) for weights in self._weights]
+        self._spec = FlatSpec.of(model)  # of gradients, in the order of the model
         self._optimizers = [make_optimizer(own, config) for own in self.parameters]
         self._clip, self._timer = config.clip, DeviceTimer(device)
         layout = self._weights[0].layout
@@ -151,10 +152,9 @@ class LocalModels(VirtualExchange):
 
     def step(self, grads: Tensor, lr: float, counters: EpochCounters) -> None:
         """Take a step of each worker with its own gradient; exchange if it ends a phase."""
-        layout = self._weights[0].layout
         for own, optimizer, flat in zip(self.parameters, self._optimizers, grads, strict=True):
             set_lr(optimizer, lr)
-            for parameter, grad in zip(own, layout.views(flat).values(), strict=True):
+            for parameter, grad in zip(own, self._spec.views(flat).values(), strict=True):
                 parameter.grad = grad
             # Each worker clips its own gradient: there is no averaged one.
             clip_and_step(optimizer, own, self._clip)
