@@ -15,7 +15,7 @@ from gradherd.comm.world import World, keep_group
 from gradherd.flat import FlatSpec, exchangeable
 from gradherd.gpu import has_triton
 from gradherd.hooks.agreement import RankAgreement
-from gradherd.hooks.bucket_hook import hook_is_free, world_of
+from gradherd.hooks.bucket_hook import hook_is_free
 from gradherd.hooks.coordinated_hook import CoordinatedHook, ShardedCoordination
 from gradherd.hooks.exchange import ModelExchange
 from gradherd.hooks.feedback import OrderFeedback, is_attached
@@ -184,7 +184,7 @@ def _model_world(
     if worlds is not None:
         return worlds.all_workers(order)
     if isinstance(model, DDP):
-        return world_of(model)
+        return World.of(model.process_group)  # may hold fewer ranks than the default one
     if order is not None and order.world.group is not None:
         return order.world
     # Variables of torchrun without a process group do not count: such ranks cannot meet.

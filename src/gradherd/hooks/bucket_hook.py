@@ -25,14 +25,6 @@ _FIRST_LOOKS = 4
 """Backwards in which buckets are known by their parameters, not by their memory alone."""
 
 
-def world_of(ddp: DDP) -> World:
-    """Return the world that a DDP model averages over.
-
-    Its own process group may hold fewer ranks than the default one.
-    """
-    return World.of(ddp.process_group)
-
-
 class HookSlot:
     """What DDP holds of a hook.
 

@@ -440,11 +440,8 @@ class ShardedWorlds:
         self.replicate = _replicas(mesh, self.shard) if one_dim else World.single()
         """The ranks that gradherd averages over."""
         self._foreign = any(group.has_all_reduce_hook() for group in self.groups)
-
-    @property
-    def size(self) -> int:
+        self.size = self.shard.size * self.native.size * self.replicate.size
         """Number of workers."""
-        return self.shard.size * self.native.size * self.replicate.size
 
     def all_workers(self, order: OrderedSampler | None) -> World:
         """Return the ranks that train together.

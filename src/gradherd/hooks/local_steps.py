@@ -28,11 +28,12 @@ from gradherd.comm.script import run
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec, exchangeable, local_shard, plain_name, wide_dtype
 from gradherd.gpu import SideStream
-from gradherd.hooks.bucket_hook import BucketHook, world_of
+from gradherd.hooks.bucket_hook import BucketHook
 from gradherd.hooks.exchange import ModelExchange
 from gradherd.hooks.fsdp import ShardedWorlds, fsdp_modules
 from gradherd.hooks.parameter_hooks import watch_steps
 from gradherd.sparsify.local import LocalSteps, OuterOptimizer, average_buffers
+from gradherd.sparsify.worker import on_cpu
 from gradherd.torch_names import copy_all
 
 log = logging.getLogger("gradherd")
@@ -60,7 +61,7 @@ class OwnGradients(BucketHook):
     """
 
     def __init__(self, ddp: DDP) -> None:
-        super().__init__(ddp, world_of(ddp))
+        super().__init__(ddp, World.of(ddp.process_group))
         self._ddp, self._broadcasts = ddp, ddp.broadcast_buffers
         ddp.broadcast_buffers = False  # rank 0's at every forward; LocalSteps averages them
 
@@ -183,7 +184,7 @@ class LocalExchange(ModelExchange):
         moments, state = self._moments(), self._optimizer.state
         return {
             name: {
-                key: None if f"{name}/{key}" in moments else _on_cpu(value)
+                key: None if f"{name}/{key}" in moments else on_cpu(value)
                 for key, value in state[p].items()
                 if isinstance(value, Tensor | int | float)
             }
@@ -507,11 +508,6 @@ class LocalExchange(ModelExchange):
         if self._thread is not None:
             self._thread.close()
             self._channel.close_side_channel()
-
-
-def _on_cpu(value: Any) -> Any:
-    """Return a copy of a tensor in CPU memory, and a number as it is."""
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
 class FlatWeights:

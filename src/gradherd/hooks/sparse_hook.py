@@ -32,7 +32,7 @@ from gradherd.comm.checks import MOST_BROKEN
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.world import World
 from gradherd.flat import exchangeable, in_memory_order, local_shard, plain_name
-from gradherd.hooks.bucket_hook import BucketHook, world_of
+from gradherd.hooks.bucket_hook import BucketHook
 from gradherd.hooks.exchange import GradientExchange
 from gradherd.hooks.fsdp import ShardedGroup, ShardedWorlds, is_inner, is_last_backward
 from gradherd.hooks.parameter_hooks import ParameterUsage
@@ -50,7 +50,7 @@ class SparseHook(BucketHook, GradientExchange):
 
     def __init__(self, ddp: DDP, settings: Sparsify, scaler: GradScaler | None) -> None:
         """Register with DDP, whose hook must be free. All ranks must do so at the same point."""
-        parameters, world = sparsifiable(ddp), world_of(ddp)
+        parameters, world = sparsifiable(ddp), World.of(ddp.process_group)
         GradientExchange.__init__(self, ddp, parameters, settings, world, None, scaler)
         # After the checks: registering a hook with DDP cannot be undone.
         BucketHook.__init__(self, ddp, world)

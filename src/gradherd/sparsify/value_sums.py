@@ -69,7 +69,7 @@ def sum_values(
                 left[kind.span] -= kind.read(own, kind.count)
         return ValueSums(total, left)
     left = torch.empty_like(values) if owner_error is None else values
-    lost = _owner_zeros(kinds, values) if owner_error is None else owner_error.clone()
+    lost = values.new_zeros(kinds[-1].at.stop) if owner_error is None else owner_error.clone()
     # Reduce-scatter by all-to-all, then all-gather. A reduce-scatter of the backend would add
     # rows in an order of its own, and so give other bits.
     messages = [kind.encode(values[kind.span], left[kind.span]) for kind in kinds]
@@ -97,7 +97,7 @@ def no_owner_error(values: Tensor, always: int, size: int, form: ValueFormat) ->
     is_exact = all(kind.is_exact for kind in kinds)
     if size == 1 or is_exact or _fits_one_round(kinds, size):
         return None
-    return _owner_zeros(kinds, values)
+    return values.new_zeros(kinds[-1].at.stop)
 
 
 def owned_spans(
@@ -227,10 +227,6 @@ def _kinds_of(
         at = kinds[0].at.stop if kinds else 0
         kinds.append(_SlicedValues(values, context, few, rest, at, bits=0, wire=wire))
     return kinds
-
-
-def _owner_zeros(kinds: Sequence[_SlicedValues], values: Tensor) -> Tensor:
-    return values.new_zeros(kinds[-1].at.stop)
 
 
 def _joined(messages: Sequence[Tensor]) -> Tensor:

@@ -7,7 +7,6 @@ Letters: D coordinates, of which the first S are sparsified; R workers, K coordi
 """
 
 import statistics
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ class VirtualWorkers:
             norms = [torch.linalg.vector_norm(worker.feedback.residual) for worker in self.workers]
             self.metrics["residual_norm"] = statistics.fmean(torch.stack(norms).tolist())
         self.metrics["bytes"] = self.bytes
-        return replace(outcome, mean=first.mean_of(outcome)).whole_mean(dim)
+        return outcome.whole_mean(dim)
 
     def residuals(self) -> Tensor:
         """Return the residuals of all workers: (R, D)."""

@@ -502,11 +502,12 @@ def _is_merged(state: Mapping[str, Any]) -> bool:
 
 def _fields(state: Any) -> dict[str, Any]:
     """Return the fields of a state; tensors as copies on the CPU."""
-    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
-    return {
-        name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-        for name, value in fields.items()
-    }
+    return {field.name: on_cpu(getattr(state, field.name)) for field in dataclasses.fields(state)}
+
+
+def on_cpu(value: Any) -> Any:
+    """Return a copy of a tensor in CPU memory, and anything else as it is."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 # --- Gradients of all parameters ------------------------------------------------------
