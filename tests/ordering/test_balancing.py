@@ -6,9 +6,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gradherd.ordering import balance
 from gradherd.ordering.bounds import parallel_herding_bound as bound
-from gradherd.ordering.grab import GraB
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.pair_grab import PairGraB
 from gradherd.ordering.random import SeededRandom
@@ -379,26 +377,3 @@ def test_rule_settings_reach_the_signs():
         ordering.end_epoch()
         orders.add(tuple(ordering.orders[0].tolist()))
     assert len(orders) == 4
-
-
-@pytest.mark.parametrize("policy", [GraB(), PairGraB()], ids=str)
-def test_signs_that_stay_on_the_device(policy, monkeypatch):
-    """Orders without waiting for signs: the same orders, also with rows that are not finite."""
-    torch.manual_seed(0)
-    epochs = torch.randn(3, 12, 1, 40)
-    epochs[1, 5, 0, 3] = torch.inf
-    orders, states = {}, {}
-    for stays in (False, True):
-        monkeypatch.setattr(balance, "SIGNING_DEVICES", {"cpu"} if stays else set())
-        ordering = Ordering(policy, [12], seed=0)
-        orders[stays] = []
-        for rows in epochs:
-            for begin, end in ((0, 1), (1, 4), (4, 12)):  # the last call has too many, for torch
-                ordering.observe(rows[begin:end])
-            states[stays] = ordering.state_dict()
-            ordering.end_epoch()
-            orders[stays].append(ordering.orders[0].tolist())
-    assert orders[True] == orders[False]
-    assert orders[True][1] != orders[True][0]
-    sides = [states[stays]["balance"]["sides"] for stays in (True, False)]
-    assert torch.equal(*sides)

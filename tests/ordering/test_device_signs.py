@@ -28,8 +28,7 @@ def stay(monkeypatch, *, here: bool) -> None:
     """Sign on the device of the tests, or as if it were none."""
     devices = {DEVICE} if here else set()
     for module in (balance, transports):
-        monkeypatch.setattr(module, "SIGNING_DEVICES", devices)
-    monkeypatch.setattr(balance, "KERNEL_DEVICES", devices)
+        monkeypatch.setattr(module, "KERNEL_DEVICES", devices)
     # Several blocks of a few vectors: the interpreter is slow.
     monkeypatch.setattr(balance, "MOST", 64 if DEVICE == "cuda" else 4)
     monkeypatch.setattr(balance, "_MOST_ROWS", 128 if DEVICE == "cuda" else 8)

@@ -99,7 +99,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             found.append(addresses[0])
             made.run(*addresses)
 
-        return triton_layers.KernelPlan(run, made.scratch)
+        return made._replace(run=run)
 
     monkeypatch.setattr(triton_layers, "plan_product", counted)
     return found

@@ -92,9 +92,8 @@ def test_whole_batches_are_ordered_without_waiting_for_the_device(policy, monkey
     for here in (set(), {DEVICE}):
         for module, name in (
             (row_sources, "AT_END_DEVICES"),
-            (balance, "SIGNING_DEVICES"),
-            (transports, "SIGNING_DEVICES"),
             (balance, "KERNEL_DEVICES"),
+            (transports, "KERNEL_DEVICES"),
         ):
             monkeypatch.setattr(module, name, here)
         monkeypatch.setattr(sketch, "has_kernels", lambda device, here=here: bool(here))

@@ -16,7 +16,7 @@ from gradherd.comm.script import RankRunner
 from gradherd.comm.sliced_mean import ColumnLayout, ShardSpan
 from gradherd.flat import FlatSpec
 from gradherd.hooks.row_sources import BatchGradientSource, ExampleRowSource, RowSource
-from gradherd.ordering.balance import SIGNING_DEVICES
+from gradherd.ordering.balance import KERNEL_DEVICES
 from gradherd.ordering.batches import BatchClaim
 from gradherd.ordering.coordination import EpochGatherer, RowGatherer, StepComparison
 from gradherd.ordering.sampler import OrderedSampler
@@ -219,7 +219,7 @@ class GatheringTransport(RankTransport):
 
     def _policy_checks(self, rows: Tensor) -> bool:
         """Say whether the policy alone leaves out rows that are not finite, on their device."""
-        policy, here = self._sampler.ordering.policy, rows.device.type in SIGNING_DEVICES
+        policy, here = self._sampler.ordering.policy, rows.device.type in KERNEL_DEVICES
         return self._alone and here and policy.leaves_out_broken_rows
 
     def _check(self, source: ExampleRowSource, claim: BatchClaim) -> None:

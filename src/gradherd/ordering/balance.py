@@ -49,9 +49,8 @@ _HAS_TRITON = has_triton()
 MOST = 64
 """Vectors of a block that kernels sign: the (P, P) products of more do not fit into registers."""
 KERNEL_DEVICES = {"cuda"}
-"""Where kernels run; tests add the CPU, on which Triton interprets them."""
-SIGNING_DEVICES = {"cuda"}
-"""Where rows are signed without waiting for the device; tests add the CPU."""
+"""Where kernels run, which sign rows without the host waiting; tests add the CPU, on which Triton
+interprets them."""
 _MOST_ELEMENTS = 1 << 24
 """Elements of all rows that are copied at a time: sketches are, whole gradients are not."""
 _MOST_ROWS = 128
@@ -390,7 +389,7 @@ def sign_on_device(rule: SignRule, rows: Tensor, state: Any) -> Tensor | None:
         (b, M) int8 on the device, overwritten by the next call, 0 where a row is not finite; None
         if it cannot be done here, and then nothing has changed.
     """
-    if not rows.numel() or rows.device.type not in SIGNING_DEVICES or not isinstance(rule, Greedy):
+    if rows.device.type not in KERNEL_DEVICES or not rows.numel() or not isinstance(rule, Greedy):
         return None
     own = rows[0] if state.signer is None else state.signer.running
     if fast_form(rows, own) is None or not _rows_at_a_time(own):

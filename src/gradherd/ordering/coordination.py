@@ -353,15 +353,15 @@ class StepComparison:
         rows: list[list[int]] = gathered.tolist()
         ranks, all_finite = [row[:-1] for row in rows], all(row[-1] for row in rows)
         step, units, _, _ = own
-        if step >= 0 and all(one == own for one in ranks):  # at nearly every step
-            return ClaimComparison(True, all_finite, step + units, "")
+        if all(one == own for one in ranks):  # at nearly every step
+            return ClaimComparison(True, all_finite, None if step < 0 else step + units, "")
         epochs = {epoch if step >= 0 else None for step, _, epoch, _ in ranks}
         for epoch in epochs - {None}:
             versions = [one[3] if one[2] == epoch and one[0] >= 0 else None for one in ranks]
             check_same_version(versions, int(epoch or 0))
         visited = min(step + units for step, units, _, _ in ranks)
         return ClaimComparison(
-            same=all(one == own for one in ranks),
+            same=False,
             finite=all_finite,
             visited=visited if len(epochs) == 1 and None not in epochs else None,
             text=", ".join(f"{_named(one)} on rank {rank}" for rank, one in enumerate(ranks)),

@@ -68,10 +68,8 @@ class GraB(SignPolicy):
     ) -> Script[None]:
         """Give a side to each of the (b, M, D) rows; arguments as in `Policy.observe`."""
         own = rows if isinstance(rows, Tensor) else rows.columns
-        steps, workers, dim = own.shape
-        if state.running is None or state.total is None:
-            state.running = own.new_zeros((workers, dim))
-            state.total = own.new_zeros((workers, dim))
+        if state.total is None:
+            state.total = own.new_zeros(own.shape[1:])
         sharded = isinstance(rows, ShardedRows)
         signs, late = yield from self._sign(
             state, own, seen, state.steps, random, sharded=sharded, mean=state.mean
@@ -84,4 +82,4 @@ class GraB(SignPolicy):
             # place first; its mean is then the change of the mean, about zero every second epoch.
             # A row that is not finite has no sign.
             state.total = state.total + masked(own, sides != 0).sum(0)
-        state.steps += steps
+        state.steps += len(own)

@@ -160,11 +160,8 @@ class PairGraB(SignPolicy):
     def observe(self, state: Any, rows: Rows, seen: Tensor, random: SeededRandom) -> Script[None]:
         """Sign the pairs that the rows complete; arguments as in `Policy.observe`."""
         blocks = (rows,) if isinstance(rows, Tensor) else rows.blocks
-        steps, workers, columns = rows.shape
-        if state.running is None:
-            state.running = blocks[0].new_zeros((1 if self.shared else workers, columns))
         release = rows.release if isinstance(rows, ShardedRows) else None
-        keep = release is not None and steps == len(blocks) == 1
+        keep = release is not None and len(seen) == len(blocks) == 1
         if keep and state.pending_buffer is None:
             state.pending_buffer = torch.empty_like(blocks[0][0])
         # Free since the pair before was signed. It goes back for the half pair that is kept.

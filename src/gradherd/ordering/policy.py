@@ -329,8 +329,9 @@ class SignPolicy(Policy):
             (K, M) signs, and whether they are late: on a GPU that nobody waits for, until the next
             call, and for a `MeanState` its total is updated, too.
         """
-        assert state.running is not None
-        count, workers, _ = vectors.shape
+        count, workers, columns = vectors.shape
+        if state.running is None:
+            state.running = vectors.new_zeros((1 if self.shared else workers, columns))
         if self.shared:
             vectors = vectors.flatten(0, 1).unsqueeze(1)
         if not sharded and seen.all():

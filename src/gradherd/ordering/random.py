@@ -45,28 +45,28 @@ class SeededRandom:
         Independent across workers, epochs and purposes.
         """
         return [
-            torch.randperm(size, generator=self._generator(purpose, epoch, worker))
+            torch.randperm(size, generator=_generator(self._seed(purpose, epoch, worker)))
             for worker, size in enumerate(sizes)
         ]
 
     def draws(self, steps: int, workers: int, epoch: int) -> NDArray[np.float64]:
         """Return the (steps, workers) uniform draws in [-1, 1) for an epoch's signs, read-only."""
-        return _uniform(self._generator("signs", epoch, 0).initial_seed(), steps, workers)
+        return _uniform(self._seed("signs", epoch, 0), steps, workers)
 
-    def _generator(
-        self, purpose: Literal["order", "signs", "blocks"], epoch: int, worker: int
-    ) -> torch.Generator:
+    def _seed(self, purpose: str, epoch: int, worker: int) -> int:
         # SeedSequence hashes: neighbouring seeds, epochs and workers get unrelated streams.
         entropy = np.random.SeedSequence([self.seed, _PURPOSES[purpose], epoch, worker])
-        seed = int(entropy.generate_state(1, np.uint64)[0])
-        # On the CPU, so that the bits do not depend on the device that training runs on.
-        return torch.Generator().manual_seed(seed % 2**63)
+        return int(entropy.generate_state(1, np.uint64)[0]) % 2**63
+
+
+def _generator(seed: int) -> torch.Generator:
+    # On the CPU, so that the bits do not depend on the device that training runs on.
+    return torch.Generator().manual_seed(seed)
 
 
 @lru_cache(maxsize=2)  # Asked for at every step of an epoch.
 def _uniform(seed: int, steps: int, workers: int) -> NDArray[np.float64]:
-    generator = torch.Generator().manual_seed(seed)
-    uniform = torch.rand(steps, workers, generator=generator, dtype=torch.float64)
+    uniform = torch.rand(steps, workers, generator=_generator(seed), dtype=torch.float64)
     draws: NDArray[np.float64] = uniform.mul_(2).sub_(1).numpy()
     draws.setflags(write=False)  # The cache hands out the same array again.
     return draws

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import active_children
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
@@ -224,18 +224,18 @@ class OrderedSampler(DistributedSampler[Any]):
         that trained on nothing does not count: it may have been an evaluation.
         """
         last = self._batches.last_pass
-        if last is None or last.version != self.ordering.version or last.alive:
-            return False
-        return self.start > 0 and last.handed_out == last.length
+        return self._is_over(last) and self.start > 0 and last.handed_out == last.length
 
     def _ended_short(self) -> bool:
         """Return whether a loop has ended with less than a batch missing: the loader drops it."""
-        last = self._batches.last_pass or self._batches.newest
-        if last is None or last.version != self.ordering.version or last.alive:
-            return False
         # What all ranks have learned, which is the same on all of them, not what this one fed.
         missing = len(self) - self.ordering.steps * self.unit
-        return 0 < missing < self.batch_size
+        last = self._batches.last_pass or self._batches.newest
+        return self._is_over(last) and 0 < missing < self.batch_size
+
+    def _is_over(self, last: EpochPass | None) -> TypeGuard[EpochPass]:
+        """Return whether a pass went over the current order, and its loop has ended."""
+        return last is not None and last.version == self.ordering.version and not last.alive
 
     def __len__(self) -> int:
         return (self.sharding.length if self._rest is None else len(self._rest)) * self.unit

@@ -126,11 +126,10 @@ class LoopedModule(SketchedLayer):
             if not out.requires_grad:
                 return out
             dim = self._dims.of_output(self.name, at, out.shape)
-            if dim is None:
-                return self.behind_tap(out, pool.like, (0, None, False, False, True))
-            pool.see(out.shape[dim], out)
-            use = (dim, get_gradient_edge(out), False, False, True)
-            return self.behind_tap(out, pool.like, use)
+            if dim is not None:
+                pool.see(out.shape[dim], out)
+            edge = None if dim is None else get_gradient_edge(out)
+            return self.behind_tap(out, pool.like, (dim or 0, edge, False, False, True))
 
         return map_tensors(tapped, outputs)
 

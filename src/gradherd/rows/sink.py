@@ -6,7 +6,7 @@ the layer's rows as the "gradient" of the sink, a leaf, so `loss.backward()` bri
 a compiler sees all of it.
 
 A model that runs as it is would pay more for these Functions than for its small layers. There a
-`Watch`, a hook on the node that autograd has made for the layer, takes the gradient of its output.
+hook on the node that autograd has made for the layer (`watch`) takes the gradient of its output.
 Where what layers save is packed away, for checkpoints or offloading, and where parameters are
 sharded, a `Tap` saves it as any layer does.
 
@@ -67,8 +67,6 @@ Pair = tuple[Tensor | None, Tensor | None]
 KernelForm = tuple[bool, Any]
 """Whether kernels project gradients and keep inputs, or the other way round; and size, stride,
 padding and dilation of a window, if there is one."""
-Planned = tuple["KernelPlan", "Place"]
-"""Kernels of a weight, and the place of its rows."""
 Place = tuple[str, int, int]
 """Where rows are added: a key, and the columns of all rows of that key before and after which they
 come: how many there are, and the first of them."""
@@ -126,39 +124,6 @@ class Tap(torch.autograd.Function):
         pool.watch_gradient(grads)
         pool.read(layer, use, inputs, grads, saved)
         return (grads, None, pool.signal.detach(), None, *nothing)
-
-
-class Watch:
-    """Takes the gradient of a layer's output when the backward comes to the layer.
-
-    For a model that runs as it is: what a `Tap` does, by a hook on the node that autograd has made
-    for the layer anyway. A Function of Python takes as long as a small layer does.
-    """
-
-    __slots__ = ("at", "inputs", "layer", "parameter", "saved", "shape", "use", "version")
-
-    def __init__(
-        self, layer: "SketchedLayer", use: Use, inputs: Tensor, saved: tuple[Tensor, ...],
-        parameter: Tensor, at: int, shape: torch.Size,
-    ) -> None:  # fmt: skip
-        self.layer, self.use, self.saved, self.parameter = layer, use, saved, parameter
-        self.at, self.shape = at, shape  # of the output, among those of its node
-        self.inputs: Tensor | None = inputs
-        self.version = inputs._version
-
-    def __call__(self, every: tuple[Tensor | None, ...]) -> None:
-        """Add the layer's rows; autograd goes on with the gradients as they are."""
-        pool, inputs, grads = self.layer.pool, self.inputs, every[self.at]
-        # Without inputs the graph is gone, which autograd will say.
-        if inputs is None or grads is None or pool.is_looping:
-            return
-        if inputs._version != self.version:
-            raise RuntimeError(CHANGED_IN_PLACE)
-        if not keeps_graph():  # The user's loss keeps the node alive, up to the next step.
-            self.inputs = None
-        pool.watch_gradient(grads)
-        shaped = grads if grads.shape == self.shape else grads.reshape(self.shape)
-        pool.read(self.layer, self.use, inputs, shaped, self.saved, self.parameter)
 
 
 class SinkPool:
@@ -271,13 +236,11 @@ class SinkPool:
             stream, examples = self._stream(), grads.shape[0]
             at, grads_at = inputs.data_ptr(), grads.data_ptr()
             is_aligned = (at | grads_at) % 16 == 0
-            planned = layer.planned(use, inputs, grads, is_aligned)
-            if planned is not None:
-                plan, place = planned
+            plan = layer.planned(use, inputs, grads, is_aligned)
+            if plan is not None:
                 use = (*use[:3], False, use[4])
-                first = backward.room(stream, place, examples).data_ptr()
-                out, scratch = first + place[2] * self.like.itemsize, plan.scratch
-                plan.run(stream, at, grads_at, out, backward.scratch(stream, scratch))
+                first = backward.room(stream, plan.place, examples).data_ptr()
+                plan.run(stream, at, grads_at, first, backward.scratch(stream, plan.scratch))
                 backward.sizes.add(examples)
         if not (use[3] or use[4]):
             return
@@ -473,7 +436,7 @@ class SketchedLayer(ABC):
         """Whether the layer may be part of a graph."""
         self.is_idle = False
         """Whether rows are not read from it, except on batches on which layers are apart."""
-        self._plans: dict[Any, Planned | None] = {}
+        self._plans: dict[Any, KernelPlan | None] = {}
 
     @property
     def maps(self) -> tuple[Any, Any, Any]:
@@ -547,7 +510,9 @@ class SketchedLayer(ABC):
             vector = self.vector.finish(vector)
         return matrix, vector
 
-    def planned(self, use: Use, inputs: Tensor, grads: Tensor, is_aligned: bool) -> Planned | None:
+    def planned(
+        self, use: Use, inputs: Tensor, grads: Tensor, is_aligned: bool
+    ) -> "KernelPlan | None":
         """Return the kernels for the weight's rows from tensors like these; None without any."""
         key = (
             use, self.pool.is_apart, is_aligned, inputs.shape, inputs.stride(), inputs.dtype,
@@ -560,9 +525,9 @@ class SketchedLayer(ABC):
             if (form := self.kernel_form(use)) is not None:
                 from gradherd.rows.triton_layers import plan_product
 
-                place = self.place(MATRIX)
-                plan = plan_product(self.matrix, *form, inputs, grads, place[1], is_aligned)
-                self._plans[key] = None if plan is None else (plan, place)
+                self._plans[key] = plan_product(
+                    self.matrix, *form, inputs, grads, self.place(MATRIX), is_aligned
+                )
         return self._plans[key]
 
     def padded(self, rows: Tensor | None) -> Tensor | None:
@@ -638,9 +603,37 @@ class SketchedLayer(ABC):
             or saved_tensor_hooks(True) is not None
         ):  # fmt: skip
             return self.behind_tap(output, held, use, saved)
-        watch = Watch(self, use, held, saved, leaf, whole.output_nr, output.shape)
-        whole.grad_fn.register_prehook(watch)
+        self.watch(whole, output.shape, held, use, saved, leaf)
         return output
+
+    def watch(
+        self, whole: Tensor, shape: torch.Size, inputs: Tensor, use: Use,
+        saved: tuple[Tensor, ...], parameter: Tensor,
+    ) -> None:  # fmt: skip
+        """Take the gradient of an output when the backward comes to the layer.
+
+        For a model that runs as it is: what a `Tap` does, by a hook on the node that autograd has
+        made for the layer anyway. A Function of Python takes as long as a small layer does.
+        """
+        pool, at, version = self.pool, whole.output_nr, inputs._version
+        kept: Tensor | None = inputs
+
+        def hook(every: tuple[Tensor | None, ...]) -> None:
+            nonlocal kept
+            inputs, grads = kept, every[at]
+            # Without inputs the graph is gone, which autograd will say.
+            if inputs is None or grads is None or pool.is_looping:
+                return
+            if inputs._version != version:
+                raise RuntimeError(CHANGED_IN_PLACE)
+            if not keeps_graph():  # The user's loss keeps the node alive, up to the next step.
+                kept = None
+            pool.watch_gradient(grads)
+            shaped = grads if grads.shape == shape else grads.reshape(shape)
+            pool.read(self, use, inputs, shaped, saved, parameter)
+
+        node: Any = whole.grad_fn
+        node.register_prehook(hook)
 
     def behind_tap(
         self, output: Tensor, inputs: Tensor, use: Use, saved: tuple[Tensor, ...] = ()

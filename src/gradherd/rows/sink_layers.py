@@ -177,8 +177,7 @@ class EmbeddingLayer(SketchedLayer):
         if part is SHARED:
             tokens = inputs.reshape(1, -1).expand(right.shape[0], -1)
         else:
-            moved = inputs.movedim(dim, 0)
-            tokens = moved.reshape(moved.shape[0], -1)
+            tokens = examples_first(inputs, dim, 0)
         matrix = self.matrix
         if isinstance(matrix, WholeMap):
             return self.table_rows(tokens, right, matrix), None

@@ -146,11 +146,13 @@ class KernelPlan(NamedTuple):
     """Takes a stream and the addresses of input, gradient, rows to add to, and scratch memory."""
     scratch: int
     """Bytes of scratch memory."""
+    place: tuple[str, int, int]
+    """Where the rows are added (`sink.Place`)."""
 
 
 def plan_product(
     one: MatrixMap, projects_grads: bool, window: Window | None,
-    inputs: Tensor, grads: Tensor, row: int, is_aligned: bool,
+    inputs: Tensor, grads: Tensor, place: tuple[str, int, int], is_aligned: bool,
 ) -> KernelPlan | None:  # fmt: skip
     """Prepare to launch on tensors of these sizes and strides; None: no kernel reads them.
 
@@ -162,7 +164,7 @@ def plan_product(
         window: How the window of a convolution moves, if it has one.
         inputs: Of the layer.
         grads: Of its output.
-        row: Elements from one row to the next.
+        place: Where the rows are added.
         is_aligned: Whether both tensors begin at multiples of 16 bytes.
     """
     first, second = (grads, inputs) if projects_grads else (inputs, grads)
@@ -208,7 +210,7 @@ def plan_product(
     most = 32 if positions <= 32 else most if half else most // 2
     combine = Launch(
         _combine_kernel, (triton.cdiv(one.width, block), examples, 1),
-        positions, depth, columns, one.folds, one.width, row, *wide.stride(),
+        positions, depth, columns, one.folds, one.width, place[1], *wide.stride(),
         *moves, kind, is_aligned, last, window is not None, precision, width, most, block,
     )  # fmt: skip
     if isinstance(one, FilterMap):
@@ -220,8 +222,9 @@ def plan_product(
 
     def run(stream: int, inputs: int, grads: int, out: int, scratch: int) -> None:
         first, second = (grads, inputs) if projects_grads else (inputs, grads)
+        out += place[2] * one.signs.itemsize
         project(stream, first, side.data_ptr(), scratch)
         places = signs_of_places.data_ptr()
         combine(stream, second, scratch, places, one.signs.data_ptr(), out)
 
-    return KernelPlan(run, scratch)
+    return KernelPlan(run, scratch, place)
