@@ -226,9 +226,9 @@ class OrderFeedback(Feeder):
             "examples": len(self.sampler),
             "total_examples_fed_back": self._fed_back,
             "rows": repr(self.rows),
+            **self._transport.metrics(),
             # Without what rows take inside the user's backward.
             "ordering_seconds": self._stopwatch.seconds,
-            **self._transport.metrics(),
         }
 
     def row_scalars(self) -> dict[str, float]:
