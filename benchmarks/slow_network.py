@@ -31,7 +31,7 @@ from slow_measure import measure_all, progress, running, train_all
 from slow_page import page
 
 from gradherd.advise.choices import OVERHEADS, Choice, NetworkLink, Setting, num_buckets, predict
-from gradherd.cli.units import parse_rate
+from gradherd.advise.units import parse_rate
 from gradherd.lab.train.measurements import hardware, versions
 
 CASES = (

@@ -27,7 +27,7 @@ ALLOWED = {
     "hooks": CORE,
     "integrations": {"integrations", *CORE},
     "replay": {"replay", "ordering", "sparsify", "lab.text"},
-    "advise": {"advise", "comm", "sparsify", "ordering"},
+    "advise": {"advise", "comm", "sparsify", "ordering", "lab.text"},
     "lab": {"lab", "replay", "advise", *CORE},
     "lab.text": {"lab.text"},
     "lab.tasks": {"lab.tasks", "lab.text", "comm"},  # its checks of settings

@@ -14,7 +14,6 @@ from gradherd.lab.report.svg import (
     Layout,
     svg_text,
 )
-from gradherd.lab.study.file import Arm
 from gradherd.lab.study.kinds import kind_of
 from gradherd.lab.study.results import RunResult
 from gradherd.lab.text import check_known, printable, significant
@@ -89,9 +88,8 @@ def _figure(table: Mapping[str, Any], study: PageStudy) -> Figure:
     # A logarithmic axis has no zero, and differences may be negative.
     if figure.log and (figure.zero or figure.against is not None):
         raise ValueError(f"{where}: log cannot be used with zero or against")
-    known = [arm.name for arm in study.arms]
     for name in (*figure.arms, *([] if figure.against is None else [figure.against])):
-        check_known(f"arm of {where}", name, known)
+        check_known(f"arm of {where}", name, tuple(study.arms))
     trains = study.kind == "compare"
     times = [one for one in TIMES if not trains or one != "round"]
     check_known(f"x of {where}", figure.x, (*times, *kind_of(study).keys))
@@ -102,19 +100,19 @@ def _figure(table: Mapping[str, Any], study: PageStudy) -> Figure:
     return figure
 
 
-def _arms_in(study: PageStudy, figure: Figure) -> list[Arm]:
-    return [arm for arm in study.arms if not figure.arms or arm.name in figure.arms]
+def _arms_in(study: PageStudy, figure: Figure) -> list[str]:
+    return [name for name in study.arms if not figure.arms or name in figure.arms]
 
 
 def _check_setting_axis(study: PageStudy, figure: Figure, where: str) -> None:
     """Check a figure over a setting: every arm has a number there, and lines are known."""
     kind = kind_of(study)
     check_known(f"lines of {where}", figure.lines, ("arm", *kind.keys))
-    for arm in _arms_in(study, figure):
-        value = kind.settings(study, arm.settings).get(figure.x)
+    for name in _arms_in(study, figure):
+        value = kind.settings(study, study.arms[name]).get(figure.x)
         if not has_type(value, float):
             raise ValueError(
-                f"{where}: {figure.x} is no number in {arm.name!r}, got {value!r}: "
+                f"{where}: {figure.x} is no number in {name!r}, got {value!r}: "
                 "list the arms that have one in arms"
             )
 
@@ -129,8 +127,8 @@ def draw_charts(study: PageStudy, results: Results) -> dict[str, str]:
     charts = {}
     for number, figure in enumerate(figures_of(study), 1):
         # In the order of the study, which decides the colours, not in that of the results.
-        names = [arm.name for arm in _arms_in(study, figure)]
-        available = {name: results[name] for name in names if name in results}
+        names = [name for name in _arms_in(study, figure) if name in results]
+        available = {name: results[name] for name in names}
         reference = () if figure.against is None else results.get(figure.against, ())
         if available and (svg := _draw(figure, available, reference)) is not None:
             charts[file_name(study, number)] = svg

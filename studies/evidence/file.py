@@ -102,7 +102,6 @@ def _claim(table: Mapping[str, Any]) -> Claim:
 
 def _check_claims(study: PageStudy) -> None:
     """Refuse claims about what the study does not have."""
-    arms = {arm.name: arm for arm in study.arms}
     ids: set[str] = set()
     for claim in study.claims:
         if claim.id in ids:
@@ -111,9 +110,9 @@ def _check_claims(study: PageStudy) -> None:
         for name in (claim.arm, claim.against):
             if name is None:
                 continue
-            check_known(f"arm of claim {claim.id}", name, tuple(arms))
+            check_known(f"arm of claim {claim.id}", name, tuple(study.arms))
             # Otherwise the claim would stay unmeasured, however often the study runs.
-            last = {**study.settings, **arms[name].settings}.get("epochs")
+            last = {**study.settings, **study.arms[name]}.get("epochs")
             if claim.epoch is not None and isinstance(last, int) and claim.epoch > last:
                 raise ValueError(
                     f"claim {claim.id}: there is no epoch {claim.epoch}, {name!r} has {last}"

@@ -70,7 +70,7 @@ def check_page(study: PageStudy) -> None:
     Every setting needs a source there: a reader must be able to judge who chose it.
     """
     check_known("theme", study.theme, THEMES)
-    used = {*study.settings, *(name for arm in study.arms for name in arm.settings)}
+    used = {*study.settings, *(name for arm in study.arms.values() for name in arm)}
     # These are what a study compares; nobody has to justify them.
     required = used - {"order", "sparsify", "case"}
     missing, unused = sorted(required - set(study.sources)), sorted(set(study.sources) - used)

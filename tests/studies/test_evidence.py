@@ -225,5 +225,5 @@ def test_runs_of_a_study_are_on_its_page(path, tmp_path):
         write_results(tmp_path / "ours", study.name, study.kind, [made])
         other = replace(made, settings={**piece.settings, "limit": 7, "dim": 7})
         write_results(tmp_path / "other", study.name, study.kind, [other])
-    assert list(current_results(study, tmp_path / "ours")) == [arm.name for arm in study.arms]
+    assert list(current_results(study, tmp_path / "ours")) == list(study.arms)
     assert current_results(study, tmp_path / "other") == {}

@@ -185,11 +185,6 @@ class Setting:
         check_in("(0, 1]", density=self.density)
         check_in("[0, 1]", overlap=self.overlap)
 
-    @property
-    def compute(self) -> float:
-        """Seconds of a step without any exchange."""
-        return self.forward + self.backward
-
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
@@ -257,7 +252,7 @@ def predict(setting: Setting, exchange: str, order: str = "d-rr") -> Choice:
     return Choice(
         exchange=exchange,
         order=order,
-        step_seconds=setting.compute + sent.seconds + overhead,
+        step_seconds=setting.forward + setting.backward + sent.seconds + overhead,
         exchange_seconds=sent.seconds,
         overhead_seconds=overhead,
         bytes=sent.bytes,
@@ -401,8 +396,3 @@ EXCHANGES: dict[str, Callable[[Setting], Traffic]] = {
 the difference in one bit; int2: values of 2 bits."""
 SPARSE = ("topk", "exdyna")
 ORDERS = ("d-rr", "cd-grab")
-
-
-def all_choices(setting: Setting) -> list[Choice]:
-    """Predict a step with every exchange and order."""
-    return [predict(setting, exchange, order) for order in ORDERS for exchange in EXCHANGES]

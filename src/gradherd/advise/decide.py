@@ -6,14 +6,15 @@ from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
 
-from gradherd.advise.choices import SPARSE, Choice, Setting, all_choices, predict
+from gradherd.advise.choices import EXCHANGES, ORDERS, SPARSE, Choice, Setting, predict
 from gradherd.advise.measured import (
     LOCAL_LIMITS,
     accuracy_records,
     accuracy_sentence,
     least_speedup,
 )
-from gradherd.advise.units import format_bytes, format_digits, format_rate, format_seconds
+from gradherd.advise.units import format_digits, format_rate, format_seconds
+from gradherd.lab.text import in_bytes
 from gradherd.sparsify.message_sizes import MAX_COORDINATES
 
 # Grid of link speeds searched for the break-even, in bits per second: 20 per decade.
@@ -79,7 +80,8 @@ def advise(setting: Setting) -> dict[str, Any]:
         What `gradherd advise --json` prints; keys are added, never renamed. "sentences" are those
         of "advice", the last of which says what to use.
     """
-    choices, limit = all_choices(setting), break_even(setting)
+    choices = [predict(setting, name, order) for order in ORDERS for name in EXCHANGES]
+    limit = break_even(setting)
     # Exchanges are compared under one order; what the other order adds is a sentence of its own.
     steps = {choice.exchange: choice for choice in choices if choice.order == "d-rr"}
     chosen = recommend(setting, steps)
@@ -203,7 +205,7 @@ def _answer(setting: Setting, steps: Mapping[str, Choice], chosen: Choice) -> st
     dense = _best(steps, ("dense", "fp16"))
     return (
         f"Yes: {took}, and {format_seconds(dense.step_seconds)} with {dense.exchange}: a worker "
-        f"sends {format_bytes(chosen.bytes)} a step instead of {format_bytes(dense.bytes)}."
+        f"sends {in_bytes(chosen.bytes)} a step instead of {in_bytes(dense.bytes)}."
     )
 
 

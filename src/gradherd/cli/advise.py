@@ -9,10 +9,16 @@ from typing import Annotated, Any
 from gradherd.advise.choices import DEVICES, GOODPUT, NetworkLink, Setting, typical_overheads
 from gradherd.advise.decide import advise
 from gradherd.advise.measured import MODELS
-from gradherd.advise.units import format_bytes, format_rate, format_seconds
+from gradherd.advise.units import (
+    format_rate,
+    format_seconds,
+    parse_count,
+    parse_rate,
+    parse_seconds,
+)
 from gradherd.cli.parser import Arg, UsageError, usage_errors, whole
 from gradherd.cli.terminal import print_json, print_table, say, terminal_width, under_torchrun
-from gradherd.cli.units import parse_count, parse_rate, parse_seconds
+from gradherd.lab.text import in_bytes
 from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
 
 # Largest model that --measure builds: parameters and gradients take 8 bytes each.
@@ -209,7 +215,7 @@ def _print(
     columns: dict[str, Callable[[dict[str, Any]], str]] = {
         "step": lambda one: format_seconds(one["step_seconds"]),
         "of dense": lambda one: f"{one['step_seconds'] / dense:.3g}" if dense else "",
-        "sent": lambda one: format_bytes(one["bytes"]),
+        "sent": lambda one: in_bytes(one["bytes"]),
     }
     if terminal_width() >= _WIDE:
         columns |= {

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 from gradherd.cli.parser import CommandFailed
 from gradherd.cli.terminal import print_json, print_table, say, under_torchrun
+from gradherd.lab.text import one_line
 
 # Far more than the seconds that a start takes: a slow machine is not a broken one.
 _DEADLINE = 60.0
@@ -130,7 +131,7 @@ def check_package(package: Package) -> Check:
         if _version_numbers(found) < _version_numbers(least):
             fix = f"; needs {least}: {get}"
     except Exception as error:  # a broken package may raise anything
-        found, fix = f"cannot be imported: {_one_line(error)}", f"; reinstall it: {get}"
+        found, fix = f"cannot be imported: {one_line(error)}", f"; reinstall it: {get}"
     return Check(name, "problem" if fix else "ok", found, f"for {purpose}{fix}", essential)
 
 
@@ -143,10 +144,6 @@ def _version_numbers(text: str) -> tuple[int, ...]:
     match = re.match(r"\d+(\.\d+)*", text)
     # Only the numbers that come first: local builds are called 2.13.0+cpu or 3.2.0a0.
     return tuple(map(int, match.group().split("."))) if match else (10**9,)
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def launcher_variables() -> Check:
@@ -174,7 +171,7 @@ def gpu() -> Check:
             torch.ones(8, device=f"cuda:{index}").sum().item()
     except RuntimeError as error:
         hint = "run nvidia-smi: is the driver too old, or is another process using it?"
-        return Check("gpu", "problem", f"{found}: {_one_line(error)}", f"for --device cuda; {hint}")
+        return Check("gpu", "problem", f"{found}: {one_line(error)}", f"for --device cuda; {hint}")
     return Check("gpu", "ok", found, "for --device cuda")
 
 
@@ -201,7 +198,7 @@ def disk() -> Check:
             file.write(b"x")
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        found, broken = f"cannot be written to: {_one_line(error)}", True
+        found, broken = f"cannot be written to: {one_line(error)}", True
     else:
         found, broken = f"{folder}: {_gib(free)} free", free < MIN_FREE_BYTES
     hint = "for records and pages" + "; name another with --out" * broken
@@ -219,7 +216,7 @@ def local_workers(deadline: float = _DEADLINE) -> Check:
         sums = run_ranks(sum_of_ranks, 2, timeout=deadline)
     # Everything that starting can raise: no fork server, no folder for the rendezvous, no socket.
     except (RankError, TimeoutError, OSError, RuntimeError) as error:
-        found = error.reason if isinstance(error, RankError) else _one_line(error)
+        found = error.reason if isinstance(error, RankError) else one_line(error)
         # `run_ranks` uses lo unless the variable names another.
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         hint = f"{fix}. They use {interface}: a firewall may block it, a container may lack it"

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from gradherd.cli.parser import CommandFailed, UsageError, reason_of, usage_errors
+from gradherd.cli.parser import CommandFailed, UsageError, usage_errors
 from gradherd.cli.terminal import torchrun_rank
-from gradherd.lab.text import counted, printable
+from gradherd.lab.text import counted, printable, reason_of
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.record import (
     RECORD_FILE,

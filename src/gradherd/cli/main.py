@@ -12,9 +12,9 @@ import select
 import sys
 from collections.abc import Sequence
 
-from gradherd.cli.parser import CommandFailed, UsageError, did_you_mean, parse, reason_of
+from gradherd.cli.parser import CommandFailed, UsageError, did_you_mean, parse
 from gradherd.cli.terminal import terminal_width, torchrun_rank, wrap
-from gradherd.lab.text import printable
+from gradherd.lab.text import printable, reason_of
 from gradherd.lazy import BadMethod
 
 COMMANDS = {

@@ -43,17 +43,6 @@ class CommandFailed(RuntimeError):
     """The call is right but the work failed (exit code 1): one line that says what happened."""
 
 
-def reason_of(error: Exception) -> str:
-    """Return what an error says to people, without the number of the operating system.
-
-    >>> reason_of(OSError(28, "No space left on device", "out/record.json"))
-    'No space left on device: out/record.json'
-    """
-    if isinstance(error, OSError) and error.strerror:
-        return ": ".join(filter(None, (error.strerror, str(error.filename or ""))))
-    return str(error)
-
-
 @contextlib.contextmanager
 def usage_errors(settings: Collection[str] = ()) -> Iterator[None]:
     """Turn a ValueError inside into a UsageError: whatever is wrong is wrong with the call.

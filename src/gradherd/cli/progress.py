@@ -81,11 +81,6 @@ class ProgressBar(Progress):
         """Name the runs of a study that start now."""
         self.start(self._next_runs(f"{arm}, seed {seed}", runs), None)
 
-    def begin_parallel(self, runs: int, jobs: int) -> None:
-        """Count finished runs instead of steps, for runs in several processes."""
-        # Steps happen in other processes, which report only a finished run.
-        self.start(f"{runs} runs, {jobs} at a time", runs)
-
     def step(self, steps: int = 1) -> None:
         """Advance the bar."""
         self._done += steps

@@ -35,6 +35,22 @@ def printable(text: object, max_length: int | None = None) -> str:
     return safe[: max_length - 1].rstrip() + "…"
 
 
+def reason_of(error: BaseException) -> str:
+    """Return what an error says to people, without the number of the operating system.
+
+    >>> reason_of(OSError(28, "No space left on device", "out/record.json"))
+    'No space left on device: out/record.json'
+    """
+    if isinstance(error, OSError) and error.strerror:
+        return ": ".join(filter(None, (error.strerror, str(error.filename or ""))))
+    return str(error)
+
+
+def one_line(error: BaseException) -> str:
+    """Return the kind of an error and what it says, on one line."""
+    return f"{type(error).__name__}: {' '.join(reason_of(error).split())}"
+
+
 def decimals(value: float, digits: int = 3) -> int:
     """Return how many decimals show this many significant digits.
 

@@ -56,7 +56,7 @@ def test_a_study_is_what_its_file_says(tmp_path):
         "digits",
         (0, 1),
     )
-    assert [arm.name for arm in study.arms] == ["d-rr, two", "cd-grab, two"]
+    assert list(study.arms) == ["d-rr, two", "cd-grab, two"]
     assert study.page.keys() == {"theme", "sources", "claim", "figure"}
     pieces = plan_runs(study)
     assert [(p.seed, p.arm) for p in pieces] == [

@@ -39,17 +39,17 @@ def result(one):
     )
 
 
-def works(part, where):
+def works(part, context):
     return [result(one) for one in part]
 
 
-def fails_at_one(part, where):
+def fails_at_one(part, context):
     if any(one.seed == 1 for one in part):
         raise KeyError("one")
-    return works(part, where)
+    return works(part, context)
 
 
-def dies(part, where):
+def dies(part, context):
     os._exit(9)
 
 
@@ -60,7 +60,7 @@ class Odd(Exception):
         super().__init__(f"{first}, {second}")
 
 
-def fails_oddly(part, where):
+def fails_oddly(part, context):
     raise Odd("bad labels", "in row 7")
 
 
@@ -118,8 +118,8 @@ def test_what_else_the_caller_has_started_goes_on(tmp_path, monkeypatch):
         other.join()
 
 
-def works_or_sleeps(part, where):
-    return works(part, where) if part[0].seed == 0 else sleeps(part, where)
+def works_or_sleeps(part, context):
+    return works(part, context) if part[0].seed == 0 else sleeps(part, context)
 
 
 def test_processes_end_with_the_one_that_started_them(tmp_path):
@@ -139,7 +139,7 @@ def test_processes_end_with_the_one_that_started_them(tmp_path):
     waited_for(lambda: [n for n in numbers if not Path(f"/proc/{n}/stat").exists()], 2)
 
 
-def sleeps(part, where):
+def sleeps(part, context):
     (Path(os.environ["TOLD"]) / str(os.getpid())).touch()
     time.sleep(600)
 

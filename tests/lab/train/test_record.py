@@ -57,11 +57,11 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 def test_files_are_written_as_a_run_goes_on(tmp_path):
     writer = RunWriter(record(), tmp_path / "run")
     assert read_record(tmp_path / "run" / RECORD_FILE).status == "running"
-    writer.start(2.0, None)
+    writer.update(start_loss=2.0, start_metric=None)
     writer.add(row())
     writer.add(row(2))
     assert len(read_record(tmp_path / "run" / RECORD_FILE).epochs) == 2
-    writer.end("done")
+    assert writer.update(status="done").status == "done"
     lines = (tmp_path / "run" / METRICS_FILE).read_text().splitlines()
     assert [json.loads(line)["epoch"] for line in lines] == [1, 2]
     last = read_record(tmp_path / "run" / RECORD_FILE)

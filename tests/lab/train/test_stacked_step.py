@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from gradherd.lab.tasks.defaults import Hyperparameters
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.optimizers import FunctionalOptimizer
 from gradherd.lab.train.stacked_step import (
@@ -23,6 +24,10 @@ def _models(task, count):
     return models, flat
 
 
+def _rule(**changes):
+    return Hyperparameters(workers=1, epochs=1, batch_size=1, lr=0.1, **changes)
+
+
 def _flat_grad(loss, model):
     grads = torch.autograd.grad(loss, list(model.parameters()))
     return torch.cat([grad.flatten() for grad in grads])
@@ -32,23 +37,26 @@ def _flat_grad(loss, model):
 @pytest.mark.parametrize(
     "rule",
     [
-        FunctionalOptimizer(momentum=0.9, weight_decay=1e-2),
-        FunctionalOptimizer(),
-        FunctionalOptimizer(momentum=0.9, clip=0.1),
-        FunctionalOptimizer(optimizer="adamw", weight_decay=0.1),
+        _rule(momentum=0.9, weight_decay=1e-2),
+        _rule(),
+        _rule(momentum=0.9, clip=0.1),
+        _rule(optimizer="adamw", weight_decay=0.1),
     ],
 )
 def test_a_step_is_that_of_torch(name, rule):
     task = find_task(name)
     columns = task.load(None, 40).train
     models, flat = _models(task, 3)
-    step = StackedStep(task, models[0], columns, rule, flat)
+    step = StackedStep(task, models[0], columns, FunctionalOptimizer(rule), flat)
     rates = torch.tensor([[0.1], [0.05], [0.01]]) * (0.01 if rule.optimizer == "adamw" else 1)
     optimizers = [
         torch.optim.AdamW(m.parameters(), lr=rate, weight_decay=rule.weight_decay)
         if rule.optimizer == "adamw"
         else torch.optim.SGD(
-            m.parameters(), lr=rate, momentum=rule.momentum, weight_decay=rule.weight_decay
+            m.parameters(),
+            lr=rate,
+            momentum=rule.momentum,
+            weight_decay=rule.weight_decay,
         )
         for m, (rate,) in zip(models, rates.tolist(), strict=True)
     ]
@@ -130,7 +138,7 @@ def test_steps_of_convolutions_and_of_norms(name):
         columns = (torch.randint(1000, (6, 9)),)
     indices = torch.tensor([[[0, 1], [4, 3]], [[2, 5], [1, 0]]])
     with torch.no_grad():
-        step = StackedStep(task, models[0], columns, FunctionalOptimizer(), flat)
+        step = StackedStep(task, models[0], columns, FunctionalOptimizer(_rule()), flat)
         rows, _ = step(torch.full((2, 1), 0.01), indices)
     for model, batches, own in zip(models, indices, rows, strict=True):
         for index, row in zip(batches, own, strict=True):
@@ -148,7 +156,7 @@ def test_the_graph_by_itself_computes_what_its_trace_does(monkeypatch):
             monkeypatch.setattr(torch.jit, "trace", lambda graph, *given, **options: graph)
         models, flat = _models(task, 2)
         with torch.inference_mode():
-            step = StackedStep(task, models[0], columns, FunctionalOptimizer(), flat)
+            step = StackedStep(task, models[0], columns, FunctionalOptimizer(_rule()), flat)
             for _ in range(2):
                 rows, mean = step(torch.full((2, 1), 0.01), indices)
         found.append((rows, mean, flat))

@@ -2,12 +2,11 @@
 
 import statistics
 import time
-from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from itertools import chain, repeat
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -44,13 +43,10 @@ class DDPTraining:
         # Whole batches as units: the gradients that are averaged anyway are the rows.
         sampler = OrderedSampler(data, order, batch_size=batch, unit=batch)
         self.herd = attach(self.model, order=sampler)
-        self._batches = self._endless(DataLoader(data, batch_size=batch, sampler=sampler))
+        loader = DataLoader(data, batch_size=batch, sampler=sampler)
+        # Epochs follow each other, so the end of an epoch is timed as well.
+        self._batches = chain.from_iterable(repeat(loader))
         self._steps_done = 0
-
-    def _endless(self, loader: DataLoader[Any]) -> Iterator[list[Tensor]]:
-        while True:
-            # Epochs follow each other, so the end of an epoch is timed as well.
-            yield from loader
 
     def steps(self) -> None:
         """Train for a block of steps."""

@@ -95,11 +95,6 @@ class Comparison:
         """The first arm."""
         return self.arms[0]
 
-    @property
-    def records(self) -> tuple[RunRecord, ...]:
-        """All runs of all arms."""
-        return tuple(run for arm in self.arms for run in arm.runs)
-
 
 def compare(records: Sequence[RunRecord]) -> Comparison:
     """Compare the runs of one task, paired by seed; the arm of the first one is the baseline.

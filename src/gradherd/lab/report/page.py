@@ -93,7 +93,7 @@ def _section(name: str, comparison: Comparison, files: Mapping[int, str]) -> dic
 
 
 def _facts(comparison: Comparison) -> str:
-    record, base = comparison.records[0], comparison.baseline
+    record, base = comparison.baseline.runs[0], comparison.baseline
     workers = record.config.get("workers")
     size = f"{record.parameters:,} parameters"
     parts = [

@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,6 @@ _MAX_MESSAGE = 400
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arm:
-    """One configuration that a study runs with every seed."""
-
-    name: str
-    """Name used by `--only`, and by what is said about the study."""
-    settings: Mapping[str, Any]
-    """Settings of this arm, on top of those that all arms of the study share."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Study:
     """Contents of a study file."""
 
@@ -60,7 +50,9 @@ class Study:
     """Its own sparsifiers and orders: name -> path/to/file.py:ClassName, relative to the file."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings that all arms share."""
-    arms: tuple[Arm, ...]
+    arms: Mapping[str, Mapping[str, Any]]
+    """The configurations that are run with every seed: the name that `--only` and all that is said
+    about the study use -> settings, on top of those that all arms share."""
     page: Mapping[str, Any] = field(default_factory=dict)
     """What its file has under `PAGE_KEYS`."""
 
@@ -111,15 +103,15 @@ def parse_study(tables: Mapping[str, Any], *, name: str, folder: Path) -> Study:
     return Study(**given, name=name, folder=folder, seeds=seeds, arms=arms, page=page)
 
 
-def _check_files(arms: Sequence[Arm]) -> None:
+def _check_files(names: Iterable[str]) -> None:
     """Refuse arms that would share a result file."""
     owners: dict[str, str] = {}
-    for arm in arms:
+    for name in names:
         # File names allow fewer characters than names, and some file systems ignore case.
-        file = result_path(Path(), arm.name).name.lower()
-        if owners.setdefault(file, arm.name) != arm.name:
+        file = result_path(Path(), name).name.lower()
+        if owners.setdefault(file, name) != name:
             raise ValueError(
-                f"arms {owners[file]!r} and {arm.name!r} would share the file {file}: "
+                f"arms {owners[file]!r} and {name!r} would share the file {file}: "
                 "give one of them another label"
             )
 
@@ -148,18 +140,18 @@ def check_types(
             raise ValueError(f"{name}{of} must be {type_words(types[name])}, got {value!r}")
 
 
-def expand_arms(groups: Sequence[Mapping[str, Any]]) -> tuple[Arm, ...]:
-    """Return the arms of `[[arms]]` tables; a list in a table stands for one arm per entry.
+def expand_arms(groups: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return the settings of the arms of `[[arms]]` tables by name; a list stands for several arms.
 
     The order of the file is also that of runs and of lines in charts. Raises ValueError if there is
     no arm, if two different arms have one name, or if a table has too many.
 
-    >>> [arm.name for arm in expand_arms([{"order": ["d-rr", "cd-grab"], "workers": [4, 16]}])]
+    >>> list(expand_arms([{"order": ["d-rr", "cd-grab"], "workers": [4, 16]}]))
     ['d-rr, workers 4', 'd-rr, workers 16', 'cd-grab, workers 4', 'cd-grab, workers 16']
-    >>> [arm.name for arm in expand_arms([{"sparsify": ["dense", "topk"], "density": [0.1, 0.01]}])]
+    >>> list(expand_arms([{"sparsify": ["dense", "topk"], "density": [0.1, 0.01]}]))
     ['dense', 'topk 0.1', 'topk 0.01']
     """
-    arms: dict[str, Arm] = {}
+    arms: dict[str, dict[str, Any]] = {}
     for group in groups:
         for settings in _product(group):
             label = settings.pop("label", None)
@@ -167,16 +159,16 @@ def expand_arms(groups: Sequence[Mapping[str, Any]]) -> tuple[Arm, ...]:
                 raise ValueError(f"label of an [[arms]] table must be a string, got {label!r}")
             if settings.get("sparsify") == "dense":  # Everything is sent: there is no density.
                 settings.pop("density", None)
-            arm = Arm(name=arm_name(settings, label), settings=settings)
+            name = arm_name(settings, label)
             # Equal arms may repeat: `dense` times a list of densities gives the same arm each time.
-            if arms.setdefault(arm.name, arm).settings != settings:
+            if arms.setdefault(name, settings) != settings:
                 fix = "give one group a label"
                 if label is not None:
                     fix = "a label hides the values of lists, so give each value its own group"
-                raise ValueError(f"two arms are called {arm.name!r}: {fix}")
+                raise ValueError(f"two arms are called {name!r}: {fix}")
     if not arms:
         raise ValueError("there is no arm: a study needs at least one [[arms]] table")
-    return tuple(arms.values())
+    return arms
 
 
 def _product(group: Mapping[str, Any]) -> list[dict[str, Any]]:

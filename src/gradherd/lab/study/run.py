@@ -25,7 +25,8 @@ from gradherd.lab.train.loop import Progress
 from gradherd.lab.train.measurements import hardware, versions
 from gradherd.lab.train.record import locked
 
-RunBatch = Callable[[Sequence[PlannedRun], RunContext], list[RunResult]]
+RunBatch = Callable[..., list[RunResult]]
+"""Makes the runs of a batch, given their `context` by name; picklable."""
 
 
 def plan_runs(
@@ -50,17 +51,17 @@ def plan_runs(
     # Settings of all arms are checked before the first run: an error in the last arm must not
     # surface after hours of training.
     kind, chosen = kind_of(study), {}
-    for arm in study.arms:
+    for name, own in study.arms.items():
         # `fnmatchcase`: plain `fnmatch` ignores case on some systems.
-        if only and not any(fnmatch.fnmatchcase(arm.name, pattern) for pattern in only):
+        if only and not any(fnmatch.fnmatchcase(name, pattern) for pattern in only):
             continue
         try:
-            chosen[arm.name] = kind.settings(study, arm.settings)
+            chosen[name] = kind.settings(study, own)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"arm {arm.name!r}: {error}") from None
+            raise ValueError(f"arm {name!r}: {error}") from None
     for pattern in only:
-        if not any(fnmatch.fnmatchcase(arm.name, pattern) for arm in study.arms):
-            names = ", ".join(repr(arm.name) for arm in study.arms)
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in study.arms):
+            names = ", ".join(map(repr, study.arms))
             raise ValueError(f"there is no arm {pattern!r}; there are {names}")
     return [
         PlannedRun(arm=name, seed=seed, settings=settings)
@@ -84,11 +85,10 @@ def current_results(study: Study, folder: Path) -> dict[str, list[RunResult]]:
         ValueError: A file of results is damaged.
     """
     kind, current = kind_of(study), {}
-    for name, results in read_arms(folder, [arm.name for arm in study.arms]).items():
-        (arm,) = (one for one in study.arms if one.name == name)
+    for name, results in read_arms(folder, study.arms).items():
         # Results of earlier settings stay on disk until the arm runs again; they say nothing about
         # the arm as the file defines it now.
-        settings = kind.settings(study, arm.settings)
+        settings = kind.settings(study, study.arms[name])
         own = [
             one
             for one in results
@@ -122,7 +122,8 @@ def run_planned(
             # Stored batch by batch: an interruption loses only what was under way.
             yield store_results(study, out, run_batch(study, batch, context))
         return
-    context.progress.begin_parallel(len(runs), jobs)
+    # Steps happen in other processes, which report only a finished run.
+    context.progress.start(f"{len(runs)} runs, {jobs} at a time", len(runs))
     for results in run_parallel(partial(run_batch, study), batches, context, jobs):
         context.progress.step(len(results))
         yield store_results(study, out, results)
@@ -132,6 +133,8 @@ def run_batch(study: Study, batch: Sequence[PlannedRun], context: RunContext) ->
     """Make the runs of a batch."""
     started = datetime.now(UTC).isoformat(timespec="seconds")
     outcomes, known = kind_of(study).run(batch, context), hardware(context.device)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # Processes share the GPU: cached memory is missing elsewhere.
     # What figures depend on; results are public, so nothing else of the machine.
     machine = {name: known[name] for name in ("cpu", "cores", "accelerator")}
     about: dict[str, Any] = {"versions": versions(), "hardware": machine, "started": started}
@@ -174,7 +177,7 @@ def run_parallel(
     # A progress bar belongs to this process, and cannot be sent to another.
     quiet = dataclasses.replace(context, progress=Progress())
     failed: Exception | None = None
-    for _, results in run_parts(partial(_run_part, run, quiet), parts, jobs, "spawn"):
+    for _, results in run_parts(partial(run, context=quiet), parts, jobs, "spawn"):
         if isinstance(results, Exception):  # Raised below, once the others are done.
             failed = failed or results
         else:
@@ -194,10 +197,3 @@ def split_batches(batches: Sequence[Sequence[PlannedRun]], jobs: int) -> list[li
     # Every count-th run: arms differ in cost, and neighbours are of the same seed.
     pairs = zip(batches, counts, strict=True)
     return [list(batch[at::count]) for batch, count in pairs for at in range(count)]
-
-
-def _run_part(run: RunBatch, context: RunContext, part: Sequence[PlannedRun]) -> list[RunResult]:
-    results = run(part, context)
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # Processes share the GPU: cached memory is missing elsewhere.
-    return results

@@ -41,8 +41,15 @@ class Digits(Classifier):
     )
 
     def load(self, data_dir: Path | None = None, limit: int | None = None) -> Split:
-        """Load (n, 64) pixels in [0, 1] and (n,) digits."""
-        return load_digits().first(limit)
+        """Load (n, 64) pixels in [0, 1] and (n,) digits, shuffled and split with a fixed seed."""
+        pixels, digits = _read_digits()
+        # The same split whatever the seed of a run; the stream of RandomState is frozen across
+        # versions of numpy.
+        order = np.random.RandomState(0).permutation(len(digits))
+        # Pixels are counts from 0 to 16.
+        x = torch.tensor(pixels[order] / 16, dtype=torch.float32)
+        y = torch.tensor(digits[order], dtype=torch.int64)
+        return Split((x[:TRAIN], y[:TRAIN]), (x[TRAIN:], y[TRAIN:])).first(limit)
 
     def model(self) -> nn.Module:
         """Return a linear layer, initialised to zero."""
@@ -75,18 +82,6 @@ class DigitsMLP(Digits):
         return nn.Sequential(
             nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)
         )
-
-
-def load_digits() -> Split:
-    """Return scikit-learn's digits, shuffled and split with a fixed seed."""
-    pixels, digits = _read_digits()
-    # The same split whatever the seed of a run; the stream of RandomState is frozen across versions
-    # of numpy.
-    order = np.random.RandomState(0).permutation(len(digits))
-    # Pixels are counts from 0 to 16.
-    x = torch.tensor(pixels[order] / 16, dtype=torch.float32)
-    y = torch.tensor(digits[order], dtype=torch.int64)
-    return Split((x[:TRAIN], y[:TRAIN]), (x[TRAIN:], y[TRAIN:]))
 
 
 def _read_digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:

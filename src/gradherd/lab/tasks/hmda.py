@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradherd.lab.tasks.data_files import DamagedData, LocalDataSet, find_dataset, read_arrays
 from gradherd.lab.tasks.metrics import mean_over_examples
-from gradherd.lab.tasks.task import Defaults, Split, Task
+from gradherd.lab.tasks.task import Classifier, Defaults, Split
 
 FEATURES = 18
 _FILE = "hmda-2017-NJ.npz"
@@ -20,7 +20,7 @@ _MAX_VALUE = 1e15
 
 
 @dataclass(frozen=True)
-class HMDA(Task):
+class HMDA(Classifier):
     """Logistic regression on mortgage applications of 2017: 19 parameters, convex.
 
     As in the CD-GraB paper, except for the state: New Jersey instead of New York. Features
@@ -30,8 +30,6 @@ class HMDA(Task):
     name: ClassVar = "hmda"
     description: ClassVar = "logistic regression on mortgage applications, 19 parameters, convex"
     data: ClassVar = ("hmda-2017",)
-    metric_name: ClassVar = "test accuracy (%)"
-    higher_is_better: ClassVar = True
     file: ClassVar = _FILE
     defaults: ClassVar = Defaults(
         workers=4,

@@ -14,7 +14,7 @@ from gradherd.lab.tasks.digits import Digits, DigitsMLP
 from gradherd.lab.tasks.hmda import HMDA
 from gradherd.lab.tasks.images import Cifar10LeNet, FashionLeNet
 from gradherd.lab.tasks.task import REQUIRED, Defaults, Task, as_task, check_call
-from gradherd.lab.text import check_known, printable
+from gradherd.lab.text import check_known, one_line, printable
 
 TASKS: dict[str, Callable[[], Task]] = {
     one.name: one for one in (Digits, DigitsMLP, HMDA, Cifar10LeNet, FashionLeNet)
@@ -77,7 +77,7 @@ def _from_file(name: str) -> Task:
         # Anything may be raised: it is the code of a user.
         task = make()
     except Exception as error:
-        raise ValueError(f"task {name!r}: {class_name}() fails: {_describe(error)}") from error
+        raise ValueError(f"task {name!r}: {class_name}() fails: {one_line(error)}") from error
     missing = [member for member in REQUIRED if not hasattr(task, member)]
     if missing:
         raise ValueError(
@@ -115,14 +115,7 @@ def import_file(path: Path, what: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         # Else the next attempt would get a module that is half initialised.
         del sys.modules[spec.name]
-        raise ValueError(f"{what}: {printable(path, 200)} fails: {_describe(error)}") from error
+        raise ValueError(f"{what}: {printable(path, 200)} fails: {one_line(error)}") from error
     finally:
         sys.dont_write_bytecode = before
     return module
-
-
-def _describe(error: BaseException) -> str:
-    text = str(error)
-    if isinstance(error, OSError) and error.strerror:  # without the system's own number
-        text = ": ".join(filter(None, (error.strerror, str(error.filename or ""))))
-    return f"{type(error).__name__}: {' '.join(text.split())}"

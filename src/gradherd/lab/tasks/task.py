@@ -1,6 +1,7 @@
 """The interface of a task: its data, its model, its loss and metric, and its default settings."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -52,20 +53,17 @@ class Split:
 
     def to(self, device: torch.device) -> "Split":
         """Return the examples on a device."""
-        return Split(
-            tuple(tensor.to(device) for tensor in self.train),
-            tuple(tensor.to(device) for tensor in self.test),
-        )
+        return self._each(lambda tensor: tensor.to(device))
 
     def first(self, limit: int | None) -> "Split":
         """Return the first `limit` examples of each part; None returns all of them."""
         if limit is None:
             return self
         check_limit(limit)
-        return Split(
-            tuple(tensor[:limit] for tensor in self.train),
-            tuple(tensor[:limit] for tensor in self.test),
-        )
+        return self._each(lambda tensor: tensor[:limit])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Split":
+        return Split(tuple(map(change, self.train)), tuple(map(change, self.test)))
 
 
 class Task:

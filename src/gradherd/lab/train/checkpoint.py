@@ -38,6 +38,7 @@ log = logging.getLogger("gradherd")
 _FORMAT = 2
 _MANIFEST = "manifest.json"
 _SHARED = "shared.safetensors"
+_KEPT = 2  # the last checkpoints of a run
 _MAX_MANIFEST = 1 << 24  # bytes: room for 100,000 ranks
 _COST_RATIO = 50
 """If the clock decides, at least this many times the last save's duration passes between saves."""
@@ -66,14 +67,12 @@ class LoadedCheckpoint:
 class CheckpointStore:
     """The checkpoints of one run."""
 
-    def __init__(
-        self, folder: Path, world: World, identity: Mapping[str, Any], *, keep: int = 2
-    ) -> None:
-        """Open a folder that all ranks see, and keep its last `keep` checkpoints.
+    def __init__(self, folder: Path, world: World, identity: Mapping[str, Any]) -> None:
+        """Open a folder that all ranks see.
 
         A run must have `identity`, JSON values, in common with one that it resumes.
         """
-        self._folder, self._world, self._keep = folder, world, keep
+        self._folder, self._world = folder, world
         # As it comes back from a manifest: tuples become lists.
         self._identity = json.loads(json.dumps(dict(identity)))
 
@@ -157,7 +156,7 @@ class CheckpointStore:
         steps = self._list_steps()
         # Later ones were damaged or of another run, so this run resumed from an earlier one.
         later = [other for other in steps if other > step]
-        for old in [*later, *steps[len(later) + self._keep :]]:
+        for old in [*later, *steps[len(later) + _KEPT :]]:
             shutil.rmtree(self._folder / f"step-{old:09d}", ignore_errors=True)
 
     def _clean_up(self) -> None:

@@ -85,8 +85,7 @@ class SharedModel(VirtualExchange):
         if settings is not None:
             self._workers = _sparse_workers(settings, layout, config.workers, device=device)
         elif config.density is not None:
-            shapes = [matrix_shape(p.shape) for p in own]
-            self._workers = LowRankWorkers(shapes, config.density, config.workers, device)
+            self._workers = LowRankWorkers(layout.shapes, config.density, config.workers, device)
         self._trained, self._clip = list(named.values()), mean_clip(config)
         self._optimizer = make_optimizer(self._trained, config)
         self._timer = DeviceTimer(device)
@@ -266,16 +265,6 @@ def _sparse_workers(
 Shape = tuple[int, int]
 
 
-def matrix_shape(shape: Sequence[int]) -> Shape:
-    """Return a parameter's shape as a matrix: its first dimension, and all others.
-
-    >>> matrix_shape((8, 3, 5, 5)), matrix_shape((10,))
-    ((8, 75), (10, 1))
-    """
-    rows = shape[0] if shape else 1
-    return rows, math.prod(shape[1:])
-
-
 def compresses(shape: Shape, rank: int) -> bool:
     """Return whether two factors are smaller than the matrix; biases never are.
 
@@ -311,18 +300,23 @@ def _elements(shapes: Sequence[Shape], rank: int) -> int:
 class LowRankWorkers:
     """R = `size` workers that exchange low-rank gradients; the counterpart of `VirtualWorkers`.
 
-    The share of the elements that may be sent decides the rank. Parameters, as (m, n) matrices, are
-    in the order of the flat gradient.
+    The share of the elements that may be sent decides the rank. Parameters are in the order of the
+    flat gradient; as (m, n) matrices, they have their first dimension, and all others.
     """
 
     bytes: int = 0  # that a worker has sent in the last step
 
     def __init__(
-        self, shapes: Sequence[Shape], density: float, size: int, device: torch.device | str = "cpu"
+        self,
+        shapes: Sequence[Sequence[int]],
+        density: float,
+        size: int,
+        device: torch.device | str = "cpu",
     ) -> None:
-        self._shapes, self._size = list(shapes), size
+        self._shapes = [(one[0] if one else 1, math.prod(one[1:])) for one in shapes]
         self.rank = rank_for(self._shapes, density)
-        self._residuals = torch.zeros(size, sum(map(math.prod, shapes)), device=device)
+        elements = sum(map(math.prod, self._shapes))
+        self._residuals = torch.zeros(size, elements, device=device)
         # Equal on all ranks: from a seed, and orthogonal, as in torch.
         generator = torch.Generator().manual_seed(0)
         self._factors = {
@@ -332,7 +326,7 @@ class LowRankWorkers:
         }
         sent = _elements(self._shapes, self.rank)
         self._metrics: dict[str, Any] = {
-            "density": sent / self._residuals.shape[1],
+            "density": sent / elements,
             "padding": 1.0,  # all workers send as much
             "bytes": mean_bytes(sent, size),
         }

@@ -44,26 +44,19 @@ class RunWriter:
             lines = [_json_line(row) for row in record.epochs]
             write_atomic(folder / METRICS_FILE, "".join(f"{line}\n" for line in lines))
 
-    def start(self, loss: float | None, metric: float | None) -> None:
-        """Record the evaluation before training."""
-        self._update(start_loss=loss, start_metric=metric)
-
     def add(self, row: EpochRow) -> None:
         """Record an epoch."""
         if self._folder is not None:
             # Lines before the record: a reader that sees an epoch in the record finds its line.
             _append(self._folder / METRICS_FILE, _json_line(row))
-        self._update(epochs=[*self.record.epochs, row])
+        self.update(epochs=[*self.record.epochs, row])
 
-    def end(self, status: str) -> RunRecord:
-        """Record how the run ended and return the record."""
-        self._update(status=status)
-        return self.record
-
-    def _update(self, **changes: Any) -> None:
+    def update(self, **changes: Any) -> RunRecord:
+        """Change fields of the record and return it."""
         self.record = dataclasses.replace(self.record, **changes)
         if self._folder is not None:
             write_record(self.record, self._folder)
+        return self.record
 
 
 def _json_line(row: EpochRow) -> str:
@@ -96,8 +89,8 @@ class Progress:
     def begin_arm(self, arm: str, seed: int, runs: int) -> None:
         """So many runs of a study start, of which the first is that of an arm and a seed."""
 
-    def begin_parallel(self, runs: int, jobs: int) -> None:
-        """Runs of a study start in several processes; from now on each step is a finished run."""
+    def start(self, name: str, total: int | None) -> None:
+        """Something else begins, with so many steps if that is known."""
 
     def step(self, steps: int = 1) -> None:
         """A number of steps are done."""
@@ -159,7 +152,7 @@ def run_epochs(
                     f"(task {writer.record.task}, seed {config.seed})"
                 )
         for writer, evaluation in zip(writers, start, strict=True):
-            writer.start(evaluation.loss, evaluation.metric)
+            writer.update(start_loss=evaluation.loss, start_metric=evaluation.metric)
     end = "done"
     for number in range(first, configs[0].epochs + 1):
         try:
@@ -179,7 +172,7 @@ def run_epochs(
         progress.epoch(number, [evaluation.loss for evaluation in evaluations])
         if all(evaluation.loss is None for evaluation in evaluations):
             break  # All runs have diverged.
-    return [writer.end("diverged" if _diverged(writer.record) else end) for writer in writers]
+    return [one.update(status="diverged" if _diverged(one.record) else end) for one in writers]
 
 
 def _diverged(record: RunRecord) -> bool:

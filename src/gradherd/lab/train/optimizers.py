@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradherd.lab.tasks.defaults import Hyperparameters
 from gradherd.lab.train import POWERSGD
 from gradherd.lab.train.config import RunConfig
 from gradherd.sparsify.settings import Sparsify, make_settings
@@ -97,7 +98,7 @@ State = tuple[Tensor, ...]
 _BETAS, _EPS, _CLIP_EPS = (0.9, 0.999), 1e-8, 1e-6
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FunctionalOptimizer:
     """The step of an optimizer as a pure function on S stacked models.
 
@@ -105,24 +106,11 @@ class FunctionalOptimizer:
     traced and captured, and takes a learning rate per run.
     """
 
-    optimizer: str = "sgd"
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    clip: float | None = None
-
-    @classmethod
-    def of(cls, config: RunConfig) -> "FunctionalOptimizer":
-        """Return the optimizer of a run."""
-        return cls(
-            optimizer=config.optimizer,
-            momentum=config.momentum,
-            weight_decay=config.weight_decay,
-            clip=mean_clip(config),
-        )
+    settings: Hyperparameters
 
     def init(self, parameters: Tensor) -> State:
         """Return the state before the first step of (S, D) parameters."""
-        if self.optimizer == "adamw":
+        if self.settings.optimizer == "adamw":
             # In double precision, as in torch: 1 - 0.999**t would lose digits in float32.
             steps = parameters.new_zeros((len(parameters), 1), dtype=torch.float64)
             return torch.zeros_like(parameters), torch.zeros_like(parameters), steps
@@ -139,24 +127,24 @@ class FunctionalOptimizer:
             lr: (S, 1) learning rates.
             grads: (S, D) averaged gradients.
         """
-        if self.clip is not None:
+        if (clip := self.settings.clip) is not None:
             norm = torch.linalg.vector_norm(grads, dim=1, keepdim=True)
             # Multiplied always, by 1 if nothing is clipped: a branch would be frozen into the
             # graph.
-            grads = grads * (self.clip / (norm + _CLIP_EPS)).clamp(max=1.0)
+            grads = grads * (clip / (norm + _CLIP_EPS)).clamp(max=1.0)
         step: Callable[..., tuple[Tensor, State]]
         # Settings are Python values: this branch is the same in every step and may be frozen.
-        step = self._adamw if self.optimizer == "adamw" else self._sgd
+        step = self._adamw if self.settings.optimizer == "adamw" else self._sgd
         return step(parameters, state, lr, grads)
 
     def _sgd(
         self, parameters: Tensor, state: State, lr: Tensor, grads: Tensor
     ) -> tuple[Tensor, State]:
-        decay = self.weight_decay
+        decay = self.settings.weight_decay
         # L2 regularisation, part of the gradient, as in torch.optim.SGD.
         direction = grads.add(parameters, alpha=decay) if decay else grads
         # Two fused operations: a step of a small model is all overhead.
-        velocity = torch.add(direction, state[0], alpha=self.momentum)
+        velocity = torch.add(direction, state[0], alpha=self.settings.momentum)
         return torch.addcmul(parameters, lr, velocity, value=-1), (velocity,)
 
     def _adamw(
@@ -169,5 +157,5 @@ class FunctionalOptimizer:
         corrections = [(1 - beta**steps).to(parameters.dtype) for beta in _BETAS]
         scale = (second / corrections[1]).sqrt() + _EPS
         # Decoupled from the gradient, as in torch.optim.AdamW.
-        decayed = parameters * (1 - lr * self.weight_decay)
+        decayed = parameters * (1 - lr * self.settings.weight_decay)
         return decayed - lr / corrections[0] * first / scale, (first, second, steps)

@@ -32,7 +32,12 @@ from gradherd.lab.train.trainer import (
     Trainer,
     evaluate,
 )
-from gradherd.lab.train.virtual_trainer import VirtualCoordination, make_ordering, row_settings
+from gradherd.lab.train.virtual_trainer import (
+    VirtualCoordination,
+    epoch_indices,
+    make_ordering,
+    row_settings,
+)
 from gradherd.ordering.coordination import finite_batches
 from gradherd.ordering.registry import make_policy
 from gradherd.rows.capture import Capture
@@ -232,7 +237,7 @@ class StackedTrainer(Trainer):
             task,
             self.model,
             self._examples.tensors,
-            FunctionalOptimizer.of(first),
+            FunctionalOptimizer(first),
             self._parameters,
             lambda grads: grads[without:] if sketch is None else sketch(grads[without:]),
         )
@@ -315,14 +320,8 @@ class StackedTrainer(Trainer):
 
     def _indices(self) -> Tensor:
         """Return (S, R, L) the examples of all runs in the order of this epoch."""
-        return torch.stack(
-            [
-                torch.stack(
-                    [self.sharding.indices(r, own) for r, own in enumerate(ordering.orders)]
-                )
-                for ordering in self.orderings
-            ]
-        ).to(self._parameters.device)
+        each = [epoch_indices(self.sharding, ordering) for ordering in self.orderings]
+        return torch.stack(each).to(self._parameters.device)
 
     def _buffered_steps(self, examples: int) -> int:
         """Return how many steps of rows are buffered."""

@@ -61,6 +61,11 @@ def make_ordering(config: RunConfig, examples: int) -> tuple[UnitSharding, Order
     return sharding, Ordering(policy, sharding.sizes, seed=config.seed, length=sharding.length)
 
 
+def epoch_indices(sharding: UnitSharding, ordering: Ordering) -> Tensor:
+    """Return (R, L) the examples of all workers in the order of this epoch."""
+    return torch.stack([sharding.indices(rank, own) for rank, own in enumerate(ordering.orders)])
+
+
 def row_settings(config: RunConfig, size: int) -> RowSettings:
     """Return how `attach` would read the rows of a DDP model, for an order that needs them.
 
@@ -216,9 +221,7 @@ class VirtualTrainer(Trainer):
         config, exchange, counters, means = self._config, self.exchange, EpochCounters(), []
         begin = time.perf_counter()
         self._examples.begin_epoch(number)
-        indices = torch.stack(
-            [self.sharding.indices(worker, own) for worker, own in enumerate(self.ordering.orders)]
-        ).to(self._device)
+        indices = epoch_indices(self.sharding, self.ordering).to(self._device)
         for model in exchange.models:
             model.train()
         self._turns.restore_rng()
