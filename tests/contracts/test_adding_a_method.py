@@ -107,8 +107,8 @@ def test_the_sparsifier_keeps_the_contracts_of_sparsifiers(test):
 
 def test_contracts_of_orders_hold_no_list_that_must_be_edited(monkeypatch):
     # An order unlike the published ones: sizes and epoch determine it, whatever the seed.
-    turn = partial(Shuffle, "turn", lambda orders, sizes, epoch, random: [
-        torch.arange(size).roll(epoch) for size in sizes
+    turn = partial(Shuffle, "turn", lambda orders, epoch, random: [
+        torch.arange(len(order)).roll(epoch) for order in orders
     ])  # fmt: skip
     monkeypatch.setitem(POLICIES, "turn", turn)
     spec = importlib.util.spec_from_file_location("policies_again", test_policies.__file__)
