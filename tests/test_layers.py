@@ -26,7 +26,7 @@ ALLOWED = {
     "sparsify": {"sparsify", "comm"},
     "hooks": CORE,
     "integrations": {"integrations", *CORE},
-    "replay": {"replay", "ordering", "sparsify", "lab.text"},
+    "replay": {"replay", "ordering", "sparsify"},
     "advise": {"advise", "comm", "sparsify", "ordering", "lab.text"},
     "lab": {"lab", "replay", "advise", *CORE},
     "lab.text": {"lab.text"},

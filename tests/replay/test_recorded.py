@@ -6,8 +6,9 @@ import torch
 
 from gradherd import SPARSIFIERS, ExDyna, Sparsify, TopK
 from gradherd.cli.main import main
+from gradherd.cli.recordings import load_vectors
 from gradherd.ordering.registry import make_policy
-from gradherd.replay.recorded import load_vectors, random_vectors, replay_order, replay_sparsify
+from gradherd.replay.recorded import random_vectors, replay_order, replay_sparsify
 
 
 def saved(tmp_path, array, name="z.npy"):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradherd.cli.recordings import load_vectors, open_array
 from gradherd.comm.world import World
 from gradherd.hooks.state import pack, unpack
 from gradherd.lab.report.arms import find_records
@@ -26,7 +27,7 @@ from gradherd.lab.tasks.download import verify_dataset
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.checkpoint import CheckpointStore, NoUsableCheckpoint
 from gradherd.lab.train.record import write_record
-from gradherd.replay.recorded import load_vectors, open_array, replay_sparsify
+from gradherd.replay.recorded import replay_sparsify
 from gradherd.sparsify.settings import make_settings
 from tests.lab.report.sample_records import record
 from tests.lab.tasks import fake_data

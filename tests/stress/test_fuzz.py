@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from gradherd.cli.main import main
+from gradherd.cli.recordings import load_vectors, open_array
 from gradherd.comm.world import World
 from gradherd.hooks.state import unpack
 from gradherd.lab.report.arms import find_records
@@ -30,7 +31,6 @@ from gradherd.lab.tasks.images import load_cifar10
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.train.checkpoint import CheckpointStore, NoUsableCheckpoint
 from gradherd.lab.train.record import RECORD_FILE, read_record, write_record
-from gradherd.replay.recorded import load_vectors, open_array
 from tests.lab.report.sample_records import record
 from tests.lab.tasks import fake_data
 from tests.stress.fuzz import fuzz, limits

@@ -71,7 +71,8 @@ class ReplayOrderCommand:
         if self.signs != "greedy" and not make_policy(self.order).needs_rows:
             raise UsageError(f"--signs {self.signs!r} has no effect: {self.order} uses no signs")
         from gradherd.cli.progress import counted_loop
-        from gradherd.replay.recorded import load_vectors, replay_order
+        from gradherd.cli.recordings import load_vectors
+        from gradherd.replay.recorded import replay_order
 
         with usage_errors():
             vectors = load_vectors(self.file)
@@ -135,7 +136,8 @@ class ReplaySparsifyCommand:
     def run(self) -> None:
         """Replay the file."""
         from gradherd.cli.progress import counted_loop
-        from gradherd.replay.recorded import open_array, replay_sparsify
+        from gradherd.cli.recordings import open_array
+        from gradherd.replay.recorded import replay_sparsify
 
         settings = self._settings()
         # From the method, not the option: dense has density 1 whatever was given.
