@@ -23,14 +23,8 @@ def has_triton() -> bool:
 def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *args: Any, **options: Any) -> Any:
     """Launch a kernel of Triton where its tensors are.
 
-    Triton itself launches on the current device, whatever the device of the tensors.
-
-    Args:
-        kernel: The function, made with `triton.jit`.
-        grid: Number of programs along each axis.
-        first: The kernel's first argument, which tells the device.
-        *args: Its other arguments.
-        **options: Its constants, and options such as num_warps.
+    Triton itself launches on the current device, whatever the device of the tensors. Here the
+    kernel's `first` argument tells it. `options` are constants, and options such as num_warps.
     """
     with torch.cuda.device_of(first):
         return kernel[grid](first, *args, **options)
@@ -43,24 +37,16 @@ class Launch:
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, int, int], *numbers: Any) -> None:
-        """Prepare.
-
-        Args:
-            kernel: The function, made with `triton.jit`.
-            grid: Number of programs along each axis.
-            numbers: All its arguments behind the memory, constants included.
-        """
+        """Prepare; `numbers` are all arguments behind the memory, constants included."""
         self._kernel, self._grid, self._numbers = kernel, grid, numbers
         self._run: Any = None
         self._function: Any = None
         self._metadata: Any = None
 
     def __call__(self, stream: int, *memory: int) -> None:
-        """Launch on the current device, which must be that of the memory.
+        """Launch on the current device, which must be that of the memory, and its current stream.
 
-        Args:
-            stream: The current stream.
-            memory: Addresses; the kernel must not be specialized for them.
+        Memory is given by addresses; the kernel must not be specialized for them.
         """
         if self._run is None:
             done = self._kernel[self._grid](*memory, *self._numbers)
@@ -119,14 +105,8 @@ def captured(
 ) -> list[torch.cuda.CUDAGraph] | None:
     """Capture each of several works as a CUDA graph, without running it.
 
-    Args:
-        works: Functions that launch kernels on fixed memory.
-        what: What they do, for the warning.
-        device: Where they launch.
-        pool: Memory to share with graphs that never run at the same time.
-
-    Returns:
-        The graphs; None, with a warning, if one cannot be made.
+    Works launch kernels on fixed memory. Graphs that never run at the same time may share a `pool`.
+    Returns None, with a warning of `what`, if one cannot be made.
     """
     graphs: list[torch.cuda.CUDAGraph] = []
     stream = torch.cuda.Stream(device)

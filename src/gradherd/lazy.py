@@ -76,11 +76,8 @@ class _Home(str):
 def lazy_names(package: str) -> tuple[Callable[[str], Any], list[str]]:
     """Return `__getattr__` and `__all__` of a package whose names are imported when first used.
 
-    The names are those that the package imports under `if TYPE_CHECKING:`, so type checkers and
-    programs read the same lines.
-
-    Args:
-        package: The package's `__name__`.
+    The names are those that the package, given by its `__name__`, imports under `if
+    TYPE_CHECKING:`, so type checkers and programs read the same lines.
     """
     module = sys.modules[package]
     tree = ast.parse(module.__loader__.get_source(package))  # type: ignore[union-attr]

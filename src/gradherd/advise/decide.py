@@ -42,12 +42,8 @@ _HOOKS = "from torch.distributed.algorithms.ddp_comm_hooks import"
 def break_even(setting: Setting, dense: str = "dense") -> float | None:
     """Return the link speed in bits per second below which the best sparse exchange is faster.
 
-    Args:
-        setting: Model, workers and network; the bandwidth does not matter.
-        dense: The exchange to compare with, "dense" or "fp16".
-
-    Returns:
-        None if there is no such speed: sparse is slower on every link, or faster on every link.
+    Faster than `dense`, which may be "fp16", too. None if there is no such speed: sparse is slower
+    on every link, or faster on every link.
     """
 
     def gain(bandwidth: float) -> float:
@@ -71,14 +67,10 @@ def break_even(setting: Setting, dense: str = "dense") -> float | None:
 
 
 def advise(setting: Setting) -> dict[str, Any]:
-    """Return all predicted steps, the break-even bandwidths and the advice, ready for JSON.
+    """Return what `gradherd advise --json` prints: steps, break-even bandwidths and the advice.
 
-    Args:
-        setting: Model, workers and network.
-
-    Returns:
-        What `gradherd advise --json` prints; keys are added, never renamed. "sentences" are those
-        of "advice", the last of which says what to use.
+    Keys are added, never renamed. "sentences" are those of "advice", the last of which says what to
+    use.
     """
     choices = [predict(setting, name, order) for order in ORDERS for name in EXCHANGES]
     limit = break_even(setting)

@@ -108,14 +108,8 @@ ACCURACY = _read_table()
 def accuracy_records(exchange: str, density: float) -> list[AccuracyRecord]:
     """Return the records of an exchange at about a density, or at the nearest that was recorded.
 
-    Of local steps, one of each task: that with the nearest number of steps.
-
-    Args:
-        exchange: A key of `choices.EXCHANGES`.
-        density: Share of the coordinates that topk and exdyna send; others have none.
-
-    Returns:
-        The smallest loss of accuracy first; none for exchanges without records.
+    The smallest loss of accuracy comes first. Of local steps, one of each task: that with the
+    nearest number of steps.
 
     >>> {record.density for record in accuracy_records("exdyna-int2", 0.002)}
     {0.001}

@@ -43,9 +43,7 @@ class BackgroundThread:
     def wait(self, *, raises: bool = True) -> None:
         """Return when all jobs are done.
 
-        Args:
-            raises: Whether to raise the error of the last one, if it failed. Otherwise the next
-                call does.
+        If the last one has failed, raise its error, or leave that to the next call unless `raises`.
         """
         if self._thread is None:
             return

@@ -47,15 +47,11 @@ class CollectiveResult(NamedTuple):
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed: a rank has died, is late, or has started another one.
-
-    Args:
-        reason: What the backend says.
-    """
+    """A collective failed: a rank has died, is late, or has started another one."""
 
     def __init__(self, reason: str) -> None:
         self.reason = " ".join(reason.split())
-        """The same, in one line."""
+        """What the backend says, in one line."""
         super().__init__(
             f"ranks did not meet: one has died, is late or out of reach ({self.reason})"
         )

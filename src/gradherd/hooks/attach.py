@@ -303,9 +303,8 @@ def _make_transport(
 def _check_order(order: OrderedSampler, averaging: World | None) -> None:
     """Raise if a sampler has other ranks than this process or the model, or is attached.
 
-    Args:
-        order: The sampler; one that has a group gets that of the model.
-        averaging: The ranks over which DDP or FSDP averages gradients; None without either.
+    DDP or FSDP averages gradients over the ranks `averaging`, None without either. A sampler that
+    has a group gets theirs.
     """
     here = World.detect()
     # A sampler made before init_process_group() detects one rank and would hand out all the data.

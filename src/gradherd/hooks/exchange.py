@@ -43,12 +43,8 @@ _OPTIONAL = {
 class ModelExchange:
     """What a herd exchanges beside its order. A subclass hooks into the model or its optimizer.
 
-    Args:
-        parameters: The trainable parameters by name, in the order of the model.
-        settings: The method, its density and what else it needs.
-        world: The ranks that train the model together.
-        sharded: Of a sharded model, who holds which shards; None of others.
-        device: Where vectors live.
+    `parameters` are the trainable ones by name, in the order of the model; vectors live on
+    `device`.
     """
 
     key: ClassVar[str] = "sparsify"

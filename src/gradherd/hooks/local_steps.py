@@ -89,12 +89,7 @@ class LocalExchange(ModelExchange):
     ) -> None:
         """Give all ranks rank 0's weights, or its shards of them, and hook into the optimizer.
 
-        Args:
-            model: The module, of the same shapes on all ranks; in DDP, which then averages nothing.
-            optimizer: What changes its parameters.
-            settings: How often and how to exchange.
-            world: The ranks that train together.
-            sharded: Of a sharded model, the ranks of its shards and replicas.
+        DDP, if the model is wrapped in it, averages nothing from now on.
         """
         ddp = model if isinstance(model, DDP) else None
         model = model if ddp is None else ddp.module
@@ -479,9 +474,7 @@ class LocalExchange(ModelExchange):
     ) -> None:
         """Let the optimizer go on with what this rank has kept: it may be another rank's.
 
-        Args:
-            moments: What `_all_moments` returned.
-            used: What `_used` returned.
+        `moments` and `used` are what `_all_moments` and `_used` returned.
         """
         state = self._optimizer.state
         likes = {key: value for kept in state.values() for key, value in kept.items()}
@@ -513,10 +506,7 @@ class LocalExchange(ModelExchange):
 class FlatWeights:
     """Reads and writes the weights of a module as vectors on the device of an exchange.
 
-    Args:
-        model: The module.
-        dense_below: Parameters with fewer elements than this come last in the vector.
-        device: Where vectors live.
+    Parameters with fewer than `dense_below` elements come last in the vector.
     """
 
     def __init__(self, model: nn.Module, dense_below: int, device: torch.device) -> None:

@@ -148,17 +148,12 @@ def stepping_optimizer(optimizer: Any, parameters: Iterable[nn.Parameter]) -> Op
 
 
 def check_optimizer(model: nn.Module, owner: Any, momentum: float, *, warns: bool) -> None:
-    """Look at the model's optimizer when it steps.
+    """Look at the model's optimizer when it steps, as long as the `owner` of the check is there.
 
     Momentum beside the sparsifier's own is refused. Alone it is allowed, as in the papers, but
-    repeats for many steps what has arrived late, which costs accuracy; so that is said once. So is
-    what was measured with Adam and its relatives, which divide by the size of what arrives.
-
-    Args:
-        model: The model whose gradients the sparsifier exchanges.
-        owner: The sparsifier's hook; the check ends with it.
-        momentum: The momentum of its correction; 0 is none.
-        warns: Whether this rank is the one that warns.
+    repeats for many steps what has arrived late, which costs accuracy; so that is said once, by the
+    rank that `warns`. So is what was measured with Adam and its relatives, which divide by the size
+    of what arrives.
     """
     warned, known = not warns, {id(p) for p in model.parameters()}
 
@@ -207,15 +202,11 @@ def watch_steps(
     """Call `act(owner, optimizer)` before a step that changes parameters of a model.
 
     The hooks are those of all optimizers, because `attach` does not know the loop's. They keep
-    neither the model nor the owner alive, and are removed some time after the owner is gone. Not at
-    once: the garbage collector may come in the middle of an optimizer's step, which fails if its
-    hooks change meanwhile. So they wait for the next call; until then they do nothing.
+    neither the model nor the owner alive (nor may `act`), and are removed some time after the owner
+    is gone. Not at once: the garbage collector may come in the middle of an optimizer's step, which
+    fails if its hooks change meanwhile. So they wait for the next call; until then they do nothing.
 
-    Args:
-        model: The model.
-        owner: Whom the hooks work for.
-        act: What to do; it must not hold the owner.
-        after: Whether to act after the step as well.
+    If `after`, act after the step as well.
     """
     for gone, handle in _hooks:
         if gone() is None:

@@ -42,12 +42,7 @@ class RowSource:
     def __init__(
         self, model: nn.Module, arrived: Callable[[str, Tensor], None] | None = None
     ) -> None:
-        """Hook into the parameters.
-
-        Args:
-            model: The model.
-            arrived: Called with name and gradient of each parameter.
-        """
+        """Hook into the parameters; `arrived` is called with name and gradient of each."""
         self._noticed = False
         self._hooks = ParameterHooks(model, arrived or self._arrived)
 

@@ -120,9 +120,7 @@ def _from_tree(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 def gather_states(state: dict[str, Any], world: World) -> list[dict[str, Any]]:
     """Return the states of all ranks' exchange on rank 0, in CPU memory; elsewhere [].
 
-    Args:
-        state: This rank's own. All ranks have parameters of the same names and shapes.
-        world: The ranks.
+    All ranks have parameters of the same names and shapes.
     """
     # What is equal on all ranks is taken from rank 0's own state, by `all_parts`.
     skipped = (*_MERGED_KEYS, *_COMMON_KEYS)
@@ -181,15 +179,9 @@ def merge_parts(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the states of all workers into one that any number of workers can load.
 
     A step applies the mean over workers, so the mean of the residuals is what must not change:
-    every new worker gets that mean. The state of the method (thresholds, partitions) belongs to
-    the old number of workers and is dropped; it settles again within a few steps.
-
-    Args:
-        states: `SparseHook.state_dict()` of each rank. A generator that loads one after the other
-            keeps memory small.
-
-    Returns:
-        A state for `SparseHook.load_state_dict` on every rank of a world of any size.
+    every new worker gets that mean. The state of the method (thresholds, partitions) belongs to the
+    old number of workers and is dropped; it settles again within a few steps. A generator that
+    loads one state after the other keeps memory small.
 
     Raises:
         ValueError: These are not the states of all workers after the same step.

@@ -50,11 +50,8 @@ class RowTransport:
     def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
         """Feed back the rows of the backward that was waiting, or drop them without a claim.
 
-        All ranks must call it after each backward, also those for which nothing counts.
-
-        Args:
-            claim: The units that the gradient belongs to; None if it counts for nothing.
-            loss_scale: What the loss was multiplied by (GradScaler).
+        All ranks must call it after each backward, also those for which nothing counts. The loss
+        was multiplied by `loss_scale` (GradScaler).
         """
         self.source.clear()
         if claim is not None:
@@ -69,8 +66,7 @@ class RowTransport:
     def wait(self, *, raises: bool = True) -> None:
         """Return when nothing runs beside the training loop.
 
-        Args:
-            raises: Whether to raise what went wrong there. Otherwise the next call does.
+        Raise what went wrong there, or leave that to the next call unless `raises`.
         """
 
     def finish(self) -> None:

@@ -167,12 +167,7 @@ def ordered_shard(
 
 
 class SavedHerd:
-    """What `accelerator.save_state` saves, asking on all ranks, and `load_state` loads.
-
-    Args:
-        herd: The herd.
-        loader: Its ordered loader, if there is one.
-    """
+    """What `accelerator.save_state` saves, asking on all ranks, and `load_state` loads."""
 
     def __init__(self, herd: Herd, loader: Any) -> None:
         self._herd, self._loader = herd, loader

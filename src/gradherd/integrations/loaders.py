@@ -147,11 +147,9 @@ def check_loader(loader: Any) -> None:
 def with_sampler(loader: Any, sampler: Sampler[Any], *, follow: bool = False) -> Any:
     """Return a copy of a loader that draws from `sampler`; the rest stays as the user set it.
 
-    Args:
-        loader: A DataLoader, or an object of a subclass such as StatefulDataLoader.
-        sampler: Made by `HerdSettings.make_sampler` for this loader.
-        follow: Whether the copy counts for the sampler how many batches its loop has received. Not
-            where the framework's own loader around it fetches ahead.
+    It may be of a subclass such as StatefulDataLoader. If `follow`, the copy counts for the sampler
+    how many batches its loop has received. Not where the framework's own loader around it fetches
+    ahead.
     """
     # A copy, not a new object: a subclass may take other arguments than DataLoader does.
     ordered = copy.copy(loader)

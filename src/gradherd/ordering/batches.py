@@ -298,12 +298,10 @@ class Batches:
     def claim_examples(self, indices: Sequence[int], order: Callable[[], list[int]]) -> BatchClaim:
         """Return the units of a batch that is given by its examples, whole and consecutive.
 
-        Args:
-            indices: The examples.
-            order: Returns all examples of the epoch.
+        `order` returns all examples of the epoch.
 
         Raises:
-            ValueError: The order does not hold them like this.
+            ValueError: The order does not hold the batch like this.
         """
         wanted = [int(index) for index in indices]
         if not self._examples:  # once an epoch: it may have a million

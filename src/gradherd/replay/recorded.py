@@ -50,13 +50,8 @@ def replay_order(
 ) -> OrderReplay:
     """Reorder fixed vectors with a policy for some rounds, one round standing for an epoch.
 
-    Args:
-        vectors: (M, N, D) gradients of each worker's units; the same in every round.
-        policy: The policy.
-        rounds: R, the number of rounds.
-        start: First orders, unless the policy prescribes them.
-        seed: Seed of all random choices.
-        progress: Called after each round.
+    The (M, N, D) gradients of each worker's units are the same in every round. First orders are
+    `start`, unless the policy prescribes them; `progress` is called after each round.
     """
     workers, units, _ = vectors.shape
     # The class that training uses: what is replayed is the policy itself, not a copy of it.
@@ -85,13 +80,8 @@ def random_vectors(workers: int, units: int, dim: int, seed: int) -> Tensor:
     """Draw the vectors of the CD-GraB paper's herding study: (M, N, D), float64.
 
     Gaussian vectors are scaled to length one and assigned to workers round-robin; then each
-    worker's mean is subtracted. The study is in arXiv:2302.00845.
-
-    Args:
-        workers: M.
-        units: N, vectors of each worker.
-        dim: D.
-        seed: Seed of the draw; numpy's legacy generator reproduces the published one.
+    worker's mean is subtracted. The study is in arXiv:2302.00845; numpy's legacy generator
+    reproduces its draw.
     """
     rows = np.random.RandomState(seed).randn(units * workers, dim)
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
@@ -107,13 +97,10 @@ def replay_sparsify(
     out: Path | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Exchange recorded gradients step by step, all workers in this process.
+    """Exchange recorded gradients (T, R, D) step by step, all workers in this process.
 
-    Args:
-        gradients: (T, R, D). Read one step at a time, so it may be a memory map.
-        settings: The sparsifier and how its values are sent.
-        out: Folder for mean.npy (T, D) and residual.npy (R, D).
-        progress: Called after each step.
+    They are read one step at a time, so they may be a memory map. `progress` is called after each
+    step. The folder `out` gets mean.npy (T, D) and residual.npy (R, D).
 
     Returns:
         The metrics of each step; residual_norm and bytes are means over workers.

@@ -48,12 +48,9 @@ class BatchDims:
         *,
         batch_size: int | None = None,
     ) -> None:
-        """Begin without any.
+        """Begin without any dimension; the layers of `pool` are told theirs.
 
-        Args:
-            model: The model.
-            pool: Has its layers; they are told their batch dimension.
-            batch_size: Examples in a full batch of the loader, if they are known.
+        `batch_size` is that of a full batch of the loader, if it is known.
         """
         self._model, self._pool, self._batch_size = model, pool, batch_size
         self._probed: set[tuple[int, ...]] = set()

@@ -202,13 +202,10 @@ class Capture:
     # Checks.
 
     def check_bitmask(self, examples: int) -> Tensor | None:
-        """Check the rows that wait if a check is due.
+        """Check the rows of a batch of B = `examples` that wait, if a check is due.
 
         Ranks must leave out the same parameters. Each calls this before a pop, combines the masks
         of all ranks, and gives the result to `leave_out`. With one worker, a pop does so itself.
-
-        Args:
-            examples: B, the number of examples of the batch.
 
         Returns:
             A byte for each parameter, not 0 if something is wrong with it, and the levels of

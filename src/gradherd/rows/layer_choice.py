@@ -35,13 +35,7 @@ class LayerChoice:
     """Chooses the layers that rows are read from; the others are idle."""
 
     def __init__(self, pool: SinkPool, open_to_choice: Sequence[SketchedLayer], most: int | None):
-        """Begin with all layers.
-
-        Args:
-            pool: Has all layers of the model.
-            open_to_choice: Those that may become idle.
-            most: How many of these are read; None: all.
-        """
+        """Begin with all layers; `most` of those `open_to_choice` are read, None: all of them."""
         self._pool, self._layers = pool, list(open_to_choice)
         self._most = len(self._layers) if most is None else most
 

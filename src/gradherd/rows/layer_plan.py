@@ -173,15 +173,6 @@ class LayerPlan:
     def __init__(
         self, model: nn.Module, spec: FlatSpec, maps: MapSettings, pool: SinkPool, dims: BatchDims
     ) -> None:
-        """Do so.
-
-        Args:
-            model: The model.
-            spec: Its parameters.
-            maps: Sizes and seed.
-            pool: Is given the layers.
-            dims: Knows which dimensions hold the examples.
-        """
         self.uses: dict[str, list[ParameterUse]] = {}
         """By the name of the parameter."""
         self.left_out: dict[str, str] = {}
@@ -337,10 +328,7 @@ def layer_for(
 ) -> SketchedLayer | None:
     """Return the layer of a module, or None for modules that have none.
 
-    Args:
-        owner: The module.
-        pool: The sinks of the layer.
-        shared: Parameters that several modules own.
+    `shared` are parameters that several modules own.
     """
     module, name, kind = owner.module, owner.name, plain_type(owner.module)
     # A parametrized weight is computed before each forward, from parameters of other names.

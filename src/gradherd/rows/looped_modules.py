@@ -43,15 +43,7 @@ class LoopedModule(SketchedLayer):
         pool: SinkPool,
         dims: BatchDims,
     ) -> None:
-        """Hook into the module.
-
-        Args:
-            name: Of the module.
-            module: The module.
-            parameters: Those that have rows, by their local names.
-            pool: The sinks.
-            dims: Knows which dimensions hold the examples.
-        """
+        """Hook into the module; `parameters` are those that have rows, by their local names."""
         super().__init__(name, pool)
         self.compiles = False
         self.left_out: set[str] = set()

@@ -19,13 +19,10 @@ class UncopiedHook:
     def __init__(
         self, hook: Callable[..., Any], compiled: Callable[..., Any] | None = None
     ) -> None:
-        """Keep both.
+        """Call `hook` where the module runs, and `compiled`, which is traced, where it is compiled.
 
-        Args:
-            hook: Called where the module runs.
-            compiled: Called, and traced, where it is compiled. None leaves the hook out of graphs:
-                a compiler would trace it with the numbers of this batch, and compile anew for the
-                next until it gives up.
+        None leaves the hook out of graphs: a compiler would trace it with the numbers of this
+        batch, and compile anew for the next until it gives up.
         """
         self._hook, self._compiled = hook, compiled or _out_of_graphs(hook)
 

@@ -262,8 +262,7 @@ class RowCheck:
     def next_batch(self, training: bool) -> None:
         """Forget the current batch, and decide whether the next one is checked.
 
-        Args:
-            training: Mode of the model. Other modes may take other paths.
+        `training` is the mode of the model: another one may take other paths.
         """
         self.clear()
         self.batches += 1

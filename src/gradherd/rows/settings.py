@@ -127,12 +127,7 @@ _SENT_SIZE = 2048
 
 
 def resolve_rows(rows: str | RowSettings, unit: int, batch_size: int) -> RowSettings | None:
-    """Return the settings a name stands for; None for "auto".
-
-    Args:
-        rows: A key of `ROW_SETTINGS`, "auto", or settings, which are returned as they are.
-        unit: Examples in a unit.
-        batch_size: Examples in a batch.
+    """Return the settings a name stands for, or those that are given; None for "auto".
 
     Raises:
         ValueError: The name is unknown, or the settings cannot serve units of this size.
@@ -151,7 +146,7 @@ def resolve_rows(rows: str | RowSettings, unit: int, batch_size: int) -> RowSett
 def choose_rows(
     *, needs_rows: bool, whole_batches: bool, free: bool, size: int, on_gpu: bool, workers: int
 ) -> tuple[RowSettings, str]:
-    """Choose the settings for rows="auto".
+    """Choose the settings for rows="auto"; also return the reason, in a few words.
 
     Args:
         needs_rows: Whether the order uses gradients at all.
@@ -161,9 +156,6 @@ def choose_rows(
         size: Number of parameters of the model.
         on_gpu: Whether the model is on a GPU.
         workers: Number of workers; rows of a single one are not sent.
-
-    Returns:
-        The settings, and the reason in a few words.
     """
     if not needs_rows:
         return BatchRows(), "this order needs no gradients"

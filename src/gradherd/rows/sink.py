@@ -89,16 +89,9 @@ class Tap(torch.autograd.Function):
     ) -> Tensor:
         """Return the output.
 
-        Args:
-            ctx: Of autograd.
-            output: The layer's output.
-            inputs: Its input, detached.
-            matrix_sink: Takes the rows of its weight, (B, N). Outside of graphs: the pool's signal.
-            vector_sink: Takes those of bias and scales.
-            layer: The layer, whose `rows` are called.
-            use: How it is used.
-            is_traced: Whether this is part of a graph.
-            saved: What else its rows need.
+        The sinks take the rows (B, N) of the weight, and those of bias and scales; outside of
+        graphs the first is the pool's signal. The input is detached; `saved` is what else the rows
+        need.
         """
         ctx.save_for_backward(inputs, *saved)
         ctx.layer, ctx.use, ctx.is_traced = layer, use, is_traced
@@ -139,11 +132,8 @@ class SinkPool:
     ) -> None:  # fmt: skip
         """Begin without layers.
 
-        Args:
-            like: A tensor of the rows' dtype and device.
-            examples: B; None takes that of the largest batch.
-            is_exact: Whether rows are the gradients themselves.
-            is_sharded: Whether modules hold shards of their parameters between passes.
+        Rows have the dtype and device of `like`. `examples` is B; None takes that of the largest
+        batch. If `is_sharded`, modules hold shards of their parameters between passes.
         """
         self.like, self.is_exact, self.is_sharded = like, is_exact, is_sharded
         self.examples = examples or 0
@@ -216,14 +206,9 @@ class SinkPool:
     ) -> None:  # fmt: skip
         """Compute the rows of a layer, and keep them until its backward is over.
 
-        Args:
-            layer: The layer.
-            use: How it is used.
-            inputs: Its input.
-            grads: The gradient of its output.
-            saved: What else its rows need.
-            parameter: One whose gradient tells whether this backward accumulates gradients, as
-                `torch.autograd.grad` does not.
+        They are made of its input, the gradient of its output, and what it has `saved`. The
+        gradient of `parameter` tells whether this backward accumulates gradients, as
+        `torch.autograd.grad` does not.
         """
         if torch.is_grad_enabled():  # create_graph=True
             with torch.no_grad():
@@ -333,12 +318,6 @@ class OpenBackward:
     """What a backward has brought so far: rows that wait until it is over."""
 
     def __init__(self, examples: int, like: Tensor) -> None:
-        """Begin with nothing.
-
-        Args:
-            examples: B.
-            like: A tensor of the rows' dtype and device.
-        """
         self._examples, self._like = examples, like
         self.rows: dict[tuple[int, str], Tensor] = {}
         """Those that layers add to, by stream and key."""
@@ -471,10 +450,7 @@ class SketchedLayer(ABC):
     def expanded(self, output: Tensor, inputs: Tensor, has_first: bool) -> Tensor:
         """Give every example its own copy of an output that all share.
 
-        Args:
-            output: The output.
-            inputs: The input.
-            has_first: Whether the output's first dimension stands for the examples, of size 1.
+        If `has_first`, the output's first dimension stands for the examples, and is of size 1.
         """
         is_matrix = self.matrix is not None
         shape = output.shape[1:] if has_first else output.shape
@@ -555,11 +531,7 @@ class SketchedLayer(ABC):
     def tap(self, module: nn.Module, inputs: Tensor, output: Tensor, part: Any = None) -> Tensor:
         """Return the output; if rows are wanted, behind a tap or with a watch on its node.
 
-        Args:
-            module: The module.
-            inputs: Its input.
-            output: Its output.
-            part: What is special about this use, for `columns`.
+        `part` is what is special about this use, for `columns`.
         """
         pool = self.pool
         dim = self.dim if self.ndim == inputs.dim() else self.guessed_dim(inputs)
@@ -734,11 +706,8 @@ def tap_module(
 ) -> Callable[[], None]:  # fmt: skip
     """Give a module a tap; return a function that takes it away.
 
-    Args:
-        module: The module.
-        layer: What it holds as `TAP`.
-        kind: What its class is mixed with.
-        properties: Names that `kind.read` answers for.
+    It holds `layer` as `TAP`. Its class is mixed with `kind`, whose `read` answers for the names in
+    `properties`.
     """
     plain = type(module)
     key = (plain, kind, properties)

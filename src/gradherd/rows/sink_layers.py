@@ -75,12 +75,7 @@ def linear_columns(
 ) -> Tensor:
     """Return the columns of a weight from gradients (n, T, O) and inputs (n, T, I).
 
-    Args:
-        matrix: Its map.
-        left: The gradients.
-        right: The inputs.
-        transposed: Whether the weight is (I, O).
-        part: The outputs that `left` is about, if not all.
+    If `transposed`, the weight is (I, O). `part` are the outputs that `left` is about, if not all.
     """
     first, second = (right, left) if transposed else (left, right)
     # No union of types, nor `all`: torch before 2.10 cannot trace them.

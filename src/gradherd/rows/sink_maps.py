@@ -124,13 +124,9 @@ class MatrixMap(Map):
     def __init__(
         self, shape: tuple[int, int], name: str, settings: MapSettings, *, keep: int
     ) -> None:
-        """Draw the signs.
+        """Draw the signs for a gradient of this shape, as a matrix, which keeps one dimension.
 
-        Args:
-            shape: Of the gradient as a matrix.
-            name: Of the parameter.
-            settings: With c: a side that is no longer is not projected.
-            keep: The dimension that is kept, 0 or 1.
+        A side that is no longer than c is not projected.
         """
         self.keep, kept, projected = keep, shape[keep], shape[1 - keep]
         self.columns, seed, like = min(settings.columns, projected), settings.seed, settings.like
@@ -328,10 +324,7 @@ class VectorMap(Map):
     def __init__(self, sizes: dict[str, int], name: str, settings: MapSettings) -> None:
         """Draw the signs; all are plus in exact rows.
 
-        Args:
-            sizes: Elements of each parameter that is part of the vector, by name.
-            name: Of the vector.
-            settings: With the seed.
+        `sizes` are the elements of each parameter that is part of the vector, by name.
         """
         self.size = sum(sizes.values())
         if settings.is_exact:

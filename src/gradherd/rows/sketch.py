@@ -103,12 +103,6 @@ class CountSketch:
     """
 
     def __init__(self, k: int, seed: int) -> None:
-        """Begin without hashes.
-
-        Args:
-            k: Number of buckets.
-            seed: Seed of the hash.
-        """
         self.size, self.seed = k, seed
         self._blocks: dict[tuple[str, int, int, torch.device], tuple[Tensor, Tensor, Tensor]] = {}
         self._buckets: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}

@@ -114,12 +114,10 @@ class PartitionRule:
         return apart(cuts, min(least, self.blocks.count // self.workers))
 
     def spans(self, cuts: Tensor, step: int | Tensor, count: int) -> Spans:
-        """Return from where each worker selects `count` coordinates.
+        """Return from where each worker selects `count` coordinates in a step.
 
-        Args:
-            cuts: (R + 1,) borders, as in the state.
-            step: Number of the step.
-            count: M, or 1 if workers select as many as they like.
+        Cuts are the (R + 1,) borders of the state; `count` is M, or 1 if workers select as many as
+        they like.
         """
         bounds = (self.borders(cuts, count) * self.blocks.size).clamp(max=self.blocks.dim)
         parts = torch.arange(self.workers, device=cuts.device)
@@ -260,13 +258,7 @@ class Accepted(NamedTuple):
 
 
 def accept_largest(indices: Tensor, bits: Tensor, k: int) -> Accepted:
-    """Return the k largest of at least k offers.
-
-    Args:
-        indices: (R, M) int64 of all workers.
-        bits: (R, M) int32 leading bits of their magnitudes.
-        k: How many to accept.
-    """
+    """Accept the k largest of at least k offers: (R, M) int64 indices, int32 leading bits."""
     flat = bits.reshape(-1)
     kth = flat.topk(k, sorted=False).values.min()
     above, tied = flat > kth, flat == kth
@@ -286,17 +278,9 @@ def accept_largest(indices: Tensor, bits: Tensor, k: int) -> Accepted:
 def accept_offers(
     rule: PartitionRule, state: PartitionState, offers: Offers, k: int, step: int | Tensor
 ) -> tuple[Accepted, PartitionState]:
-    """Accept the largest offers of all workers; every worker finds the same from the same offers.
+    """Accept the k largest offers of all workers; return them, and the state of the next step.
 
-    Args:
-        rule: The method's partitions.
-        state: That of this step.
-        offers: Those of all workers.
-        k: How many to accept.
-        step: Number of the step.
-
-    Returns:
-        What is accepted, and the state of the next step.
+    Every worker finds the same from the same offers.
     """
     accepted, count = accept_largest(offers.indices, offers.bits, k), rule.offers(k)
     new = _with_next_start(state, accepted, offers.candidates)
@@ -366,16 +350,13 @@ def moved(
 def estimate_loads(counts: Tensor, offered: int, candidates: Tensor) -> Tensor:
     """Return how many coordinates above the threshold each worker had, capacity or not.
 
-    A worker whose offers were all accepted may have had more. The other workers tell which share
-    of candidates is above the threshold; that share of its own candidates is the estimate.
+    A worker whose offers were all accepted may have had more. The other workers tell which share of
+    candidates is above the threshold; that share of its own candidates is the estimate.
 
     Args:
         counts: (R,) accepted offers of each worker.
         offered: How many each made.
         candidates: (R,) how many coordinates reached the start of its search.
-
-    Returns:
-        (R,) float64.
 
     >>> estimate_loads(torch.tensor([10, 20, 20]), 20, torch.tensor([30, 60, 90]))
     tensor([10., 20., 30.], dtype=torch.float64)

@@ -79,13 +79,10 @@ class StepTensors(NamedTuple):
 
 
 class GpuSteps:
-    """One worker's steps in fixed shapes.
+    """One worker's steps in fixed shapes, which overwrite its residual and state.
 
     A step is `begin`, then `add` for each bucket, then `exchange`. `place` comes before the first
     bucket is added, and again whenever DDP hands out other buckets.
-
-    Args:
-        worker: Whose residual and state these steps overwrite.
     """
 
     def __init__(self, worker: Worker) -> None:

@@ -83,7 +83,7 @@ def padding(counts: Sequence[int]) -> float:
 def select(
     step: Step, finite: bool, method: Selector, known: list[Selection] | None = None
 ) -> Script[Selection | None]:
-    """Agree on what is sent of (S,) `step.acc`.
+    """Agree on what is sent of (S,) `step.acc`; None, on all workers, if one is not `finite`.
 
     Args:
         step: The step.
@@ -91,9 +91,6 @@ def select(
         method: What selects.
         known: What other workers of this process have agreed on in this step, where all agree on
             it alike (`Selector.agrees_alone`): it is agreed on once.
-
-    Returns:
-        The selection; None, on all workers, if one of them is not `finite`.
     """
     # A worker with values that are not finite must still take part, or the others would hang. It
     # proposes zeros, and its flag calls the step off everywhere.

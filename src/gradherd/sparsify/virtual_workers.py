@@ -47,10 +47,7 @@ class VirtualWorkers:
         self.measure_norms = True  # put residual_norm into `metrics`: a pass, and a wait for a GPU
 
     def step(self, grads: Tensor) -> Tensor:
-        """Average gradients over workers.
-
-        Args:
-            grads: (R, D).
+        """Average (R, D) gradients over workers.
 
         Returns:
             (D,) mean of what was sent, zero elsewhere. If anything was not finite, NaN everywhere;
