@@ -174,11 +174,7 @@ class SlicedTransport(RankTransport):
         self._sign_seconds += time.thread_time() - begin
 
     def by_index(self) -> None:
-        """Refuse batches that are given by their examples.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Refuse batches that are given by their examples."""
         raise ValueError(
             "whole batches that are exchanged along with gradients cannot be given by index: their "
             "order would differ between ranks; attach with rows='sketch'"

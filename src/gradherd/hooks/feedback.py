@@ -128,10 +128,6 @@ class OrderFeedback(Feeder):
         self._feed_back()
         self.before_reading()
 
-    def before_end(self) -> None:
-        """Let the sampler learn everything before its epoch may end."""
-        self.finish()
-
     def before_reading(self) -> None:
         """Wait for what runs beside the training loop before the order is read."""
         with self._stopwatch:

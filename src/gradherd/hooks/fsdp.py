@@ -55,11 +55,7 @@ GradientHook = Callable[[Tensor], None]
 class Handle(NamedTuple):
     """Removes a hook, like torch's RemovableHandle."""
 
-    undo: Callable[[], Any]
-
-    def remove(self) -> None:
-        """Remove the hook."""
-        self.undo()
+    remove: Callable[[], Any]
 
 
 def fsdp_modules(model: nn.Module) -> list[tuple[str, Any]]:
@@ -211,10 +207,8 @@ class ShardedGroup:
         return self._replace("_all_reduce_hook", hook)
 
     def _replace(self, name: str, new: Any) -> Handle:
-        before, noting = (
-            getattr(self._group, name),
-            _listen(self._watch().before_reduce, self._note_present),
-        )
+        before = getattr(self._group, name)
+        noting = _listen(self._watch().before_reduce, self._note_present)
         setattr(self._group, name, new)
 
         def undo() -> None:
@@ -365,11 +359,7 @@ def check_parameters(model: nn.Module) -> None:
 
 
 def check_sharding(model: nn.Module) -> None:
-    """Refuse sharded models whose gradients cannot be read, and versions of torch that lack names.
-
-    Raises:
-        ValueError: It is one; the message says what to do.
-    """
+    """Refuse sharded models whose gradients cannot be read, and a torch without their names."""
     # Not imported here: that takes seconds, and a model cannot be of a class nobody has imported.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for path, module in model.named_modules():

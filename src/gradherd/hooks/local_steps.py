@@ -416,11 +416,7 @@ class LocalExchange(ModelExchange):
         return state
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Check that a state is of this model and these settings, and of this rank or merged.
-
-        Raises:
-            ValueError: It is not.
-        """
+        """Check that a state is of this model and these settings, and of this rank or merged."""
         super().check_state(state)
         if "snapshot" in state and not self._settings.overlap:
             raise ValueError(
@@ -528,11 +524,7 @@ class FlatWeights:
             tensor.copy_(received.view(tensor.shape))
 
     def check_trainable(self) -> None:
-        """Refuse parameters that were frozen when the layout was made: nobody would send them.
-
-        Raises:
-            RuntimeError: There is one.
-        """
+        """Refuse parameters that were frozen when the layout was made: nobody would send them."""
         for module in self._shardings:
             module.reshard()
         known = {id(p) for p in self.parameters.values()}

@@ -3,6 +3,7 @@
 import logging
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,28 +54,24 @@ class ParameterHooks:
         self.once: Callable[[], None] | None = None
         """Called once for each backward, instead of `arrived`."""
         # No backward has this number.
-        self._graph_task = -1
-
-        def hook(name: str) -> Callable[[Tensor], None]:
-            def on_grad(grad: Tensor) -> None:
-                # DDP and FSDP tell backwards apart by this number, too.
-                task = current_backward()
-                if task != self._graph_task:
-                    self._graph_task = task
-                    self.before_first()
-                    if self.once is not None:
-                        self.once()
-                if self.once is None:
-                    arrived(name, grad.detach())
-
-            return on_grad
-
+        self._arrived, self._graph_task = arrived, -1
         register = gradient_registrar(model)
         self._handles = [
-            (parameter, register(parameter, hook(name)))
+            (parameter, register(parameter, partial(self._on_gradient, name)))
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         ]
+
+    def _on_gradient(self, name: str, grad: Tensor) -> None:
+        # DDP and FSDP tell backwards apart by this number, too.
+        task = current_backward()
+        if task != self._graph_task:
+            self._graph_task = task
+            self.before_first()
+            if self.once is not None:
+                self.once()
+        if self.once is None:
+            self._arrived(name, grad.detach())
 
     def remove(self) -> None:
         """Remove the hooks."""

@@ -36,7 +36,7 @@ class Feeder:
     def before_iterating(self) -> None:
         """An iterator starts."""
 
-    def before_end(self) -> None:
+    def finish(self) -> None:
         """The epoch may end, on all ranks at the same point."""
 
     def before_reading(self) -> None:
@@ -275,7 +275,7 @@ class OrderedSampler(DistributedSampler[Any]):
         over (frameworks count from 0 after a restart) only tells that the loop has moved on.
         """
         check_whole("epoch", epoch, 0)
-        self._told.before_end()
+        self._told.finish()
         named, self._named_epoch = self._named_epoch, epoch
         if named is None and self._resumed == (epoch + 1, 0) == (self.ordering.epoch, 0):
             warnings.warn(

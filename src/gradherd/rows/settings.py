@@ -32,9 +32,7 @@ class ExampleRows:
             value = getattr(self, name, None)
             if value is not None and type(value) is not int:  # True is an int, too
                 raise ValueError(f"{name} must be a whole number, got {value!r}")
-        for name in ("size", "layers"):
-            value = getattr(self, name, None)
-            if value is not None and value < 1:
+            if value is not None and name in ("size", "layers") and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
 
 
