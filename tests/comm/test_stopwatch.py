@@ -2,8 +2,8 @@
 
 import pytest
 
-from gradherd.comm import stopwatch as module
-from gradherd.comm.stopwatch import Stopwatch
+from gradherd.comm import collectives as module
+from gradherd.comm.collectives import Stopwatch
 
 
 @pytest.fixture

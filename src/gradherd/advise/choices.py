@@ -141,11 +141,7 @@ def levels(ranks: int) -> int:
 
 
 def typical_overheads(device: str, params: float) -> dict[str, float]:
-    """Return the seconds per step that each method is expected to spend computing.
-
-    >>> round(1e3 * typical_overheads("cpu", 10e6)["exdyna"])  # milliseconds
-    21
-    """
+    """Return the seconds per step that each method is expected to spend computing."""
     # A dense exchange sums while it sends.
     overheads = {"dense": 0.0}
     for name, (_, *by_device) in OVERHEADS.items():

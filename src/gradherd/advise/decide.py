@@ -269,14 +269,7 @@ def label(setting: Setting, choice: Choice) -> str:
 
 
 def code_for(setting: Setting, exchange: str) -> str | None:
-    """Return the code that switches an exchange on; None for dense, which DDP does by itself.
-
-    >>> from gradherd.advise.choices import NetworkLink
-    >>> link = NetworkLink(bandwidth=1e9, latency=0)
-    >>> one = Setting(params=1e6, workers=8, link=link, backward=1, forward=1, overheads={})
-    >>> print(code_for(one, "local-4"))
-    gh.attach(net, optimizer=optimizer, local=gh.LocalSteps())
-    """
+    """Return the code that switches an exchange on; None for dense, which DDP does by itself."""
     method, _, detail = exchange.partition("-")
     if method == "local":
         given = "" if detail == "4" else f"every={detail}"

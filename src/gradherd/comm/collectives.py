@@ -100,6 +100,27 @@ class PendingCollective(NamedTuple):
         return CollectiveResult(self.wait(), self.bytes)
 
 
+class Stopwatch:
+    """Adds up the seconds that training waits inside `with stopwatch:`; nested use counts once."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._depth = 0
+        self._started = 0.0
+
+    def __enter__(self) -> "Stopwatch":
+        # Hooks call each other; without the depth, the inner one's time would count twice.
+        if self._depth == 0:
+            self._started = time.perf_counter()
+        self._depth += 1
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.seconds += time.perf_counter() - self._started
+
+
 def nbytes(tensor: Tensor) -> int:
     """Return the size of a tensor's elements in bytes; of a sparse one, its indices and values."""
     if tensor.is_sparse:

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from gradherd.comm.collectives import CollectiveError, all_reduce_start
-from gradherd.comm.stopwatch import Stopwatch
+from gradherd.comm.collectives import CollectiveError, Stopwatch, all_reduce_start
 from gradherd.comm.world import World, keep_group
 from gradherd.torch_names import comm_hook_states
 
@@ -49,14 +48,6 @@ def hook_is_free(ddp: DDP) -> bool:
     return all(isinstance(state, HookSlot) and state.hook is None for state in states)
 
 
-def _slot_of(ddp: DDP) -> HookSlot | None:
-    """Return the slot that an earlier hook has registered, if there is one."""
-    for state in comm_hook_states(ddp):
-        if isinstance(state, HookSlot) and state.world is not None:
-            return state
-    return None
-
-
 class BucketHook(ABC):
     """Collects the buckets of each backward and exchanges them together, until it is closed."""
 
@@ -79,10 +70,10 @@ class BucketHook(ABC):
         # Where the buckets of the last backward are, and which parameters they hold.
         self._known: list[tuple[int, int, list[int]]] = []
         self._looks = _FIRST_LOOKS
-        slot = _slot_of(ddp)
-        if slot is None:
+        slots = [one for one in comm_hook_states(ddp) if isinstance(one, HookSlot) and one.world]
+        slot = slots[0] if slots else HookSlot(world)
+        if not slots:
             # Once per DDP model: register_comm_hook raises the second time.
-            slot = HookSlot(world)
             keep_group(ddp.process_group)
             ddp.register_comm_hook(slot, run_bucket_hook)
         slot.hook, self._slot = self, slot

@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from gradherd.comm.background_thread import BackgroundThread
-from gradherd.comm.collectives import all_to_all
+from gradherd.comm.collectives import Stopwatch, all_to_all
 from gradherd.comm.script import run
 from gradherd.comm.sliced_mean import (
     ONE_BUCKET_ELEMENTS,
@@ -49,7 +49,6 @@ from gradherd.comm.sliced_mean import (
     Slices,
     mean_of_rows,
 )
-from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec
 from gradherd.gpu import this_stream

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from gradherd.comm.checks import BrokenBatches
-from gradherd.comm.collectives import all_gather, all_reduce
+from gradherd.comm.collectives import Stopwatch, all_gather, all_reduce
 from gradherd.comm.script import run
-from gradherd.comm.stopwatch import Stopwatch
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec, wide_dtype
 from gradherd.hooks.fsdp import ShardedWorlds

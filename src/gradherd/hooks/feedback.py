@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from gradherd.comm.collectives import all_gather
-from gradherd.comm.stopwatch import Stopwatch
+from gradherd.comm.collectives import Stopwatch, all_gather
 from gradherd.flat import FlatSpec
 from gradherd.hooks.parameter_hooks import watch_steps
 from gradherd.hooks.state import check_row_length

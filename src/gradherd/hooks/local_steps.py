@@ -226,10 +226,8 @@ class LocalExchange(ModelExchange):
     def _begin(self, *, forced: bool) -> None:
         """Exchange what the steps since the last exchange have changed, and take over the result.
 
-        With `overlap` the exchange goes on in the thread, and later steps take over its result.
-
-        Args:
-            forced: Whether `sync` asks for it, which it must on all ranks.
+        With `overlap` the exchange goes on in the thread, and later steps take over its result. If
+        `forced`, `sync` asks for it, which it must on all ranks.
         """
         self._weights.check_trainable()
         own = self._weights.read()

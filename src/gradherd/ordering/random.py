@@ -25,11 +25,7 @@ _PURPOSES = {"order": 0, "signs": 1, "blocks": 2}
 
 @dataclass(frozen=True)
 class SeededRandom:
-    """All random choices of one run.
-
-    >>> SeededRandom(0).permutations([4], epoch=1)[0].sort().values
-    tensor([0, 1, 2, 3])
-    """
+    """All random choices of one run."""
 
     seed: int
     """Seed of the run, at least 0; equal on all ranks."""

@@ -267,12 +267,9 @@ class Capture:
     def pop_rows(self, examples: int, *, loss_scale: float = 1.0) -> Tensor:
         """Return the rows (B, k) of everything since the last pop, and forget it; exact: (B, D).
 
-        Several backwards before a pop add up, as those of one loss would.
-
-        Args:
-            examples: B, the number of examples of the batch.
-            loss_scale: Factor that the loss was multiplied by (GradScaler); rows are divided by
-                it.
+        B = `examples` is the number of examples of the batch; rows are divided by `loss_scale`,
+        which the loss was multiplied by (GradScaler). Several backwards before a pop add up, as
+        those of one loss would.
         """
         if examples < 1:
             raise ValueError(f"examples must be at least 1, got {examples}")

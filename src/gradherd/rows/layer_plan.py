@@ -185,7 +185,9 @@ class LayerPlan:
         trained = (p for p in model.parameters() if p.requires_grad)
         self.names = dict(zip(trained, spec.names, strict=True))
         owners = list(parameter_owners(model))
-        self.shared = _used_twice(owners)
+        counts = Counter(one for owner in owners for one in {*owner.parameters.values()})
+        self.shared = {parameter for parameter, count in counts.items() if count > 1}
+        """Parameters that several modules own: all of them must map them alike."""
         self._weights: dict[str, WeightMaps] = {}
         kinds = [
             (
@@ -365,12 +367,6 @@ def layer_for(
 def _is_of_fsdp(hook: object) -> bool:
     """Return whether `fully_shard` has registered a hook, on a layer that is sharded by itself."""
     return type(getattr(hook, "__self__", None)).__module__.startswith("torch.distributed.fsdp.")
-
-
-def _used_twice(owners: list[ParameterOwner]) -> set[nn.Parameter]:
-    """Return the parameters that several modules own: all of them must map it alike."""
-    counts = Counter(one for owner in owners for one in {*owner.parameters.values()})
-    return {parameter for parameter, count in counts.items() if count > 1}
 
 
 def has_layers(owner: ParameterOwner) -> bool:

@@ -134,11 +134,7 @@ def scatter_to_bucket(
 
 
 def indices_above(values: Tensor, threshold: float) -> Tensor:
-    """Return where |values| >= threshold, ascending: (D,) -> (k,) int64.
-
-    >>> indices_above(torch.tensor([0.5, -3.0, 2.0]), 1.0)
-    tensor([1, 2])
-    """
+    """Return where |values| >= threshold, ascending: (D,) -> (k,) int64."""
     triton = _triton_for(values)
     if values.device.type != "cpu" and not triton:
         return (values.abs() >= threshold).nonzero().view(-1)
@@ -171,11 +167,8 @@ def _indices_above_on_cpu(values: Tensor, threshold: float) -> Tensor:
 def topk_indices(values: Tensor, k: int) -> Tensor:
     """Return where the k largest magnitudes are, ascending: (D,) -> (k,) int64.
 
-    A sample gives a threshold that most likely leaves slightly more than k candidates; if it
-    leaves fewer, the whole vector is searched. The result is exact either way.
-
-    >>> topk_indices(torch.tensor([0.5, -3.0, 2.0]), 2)
-    tensor([1, 2])
+    A sample gives a threshold that most likely leaves slightly more than k candidates; if it leaves
+    fewer, the whole vector is searched. The result is exact either way.
     """
     stride = len(values) // _SAMPLES
     # Otherwise the sample is hardly smaller than the vector, or much of the vector is wanted.

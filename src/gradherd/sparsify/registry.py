@@ -31,20 +31,12 @@ SPARSIFIERS: "LazyRegistry[Callable[..., Selector]]" = LazyRegistry(
 
 
 def takes_density(name: str) -> bool:
-    """Return whether a sparsifier can have a density below 1: all but the dense baseline.
-
-    >>> takes_density("dense"), takes_density("exdyna")
-    (False, True)
-    """
+    """Return whether a sparsifier can have a density below 1: all but the dense baseline."""
     return bool(_with_defaults(name).density < 1)
 
 
 def setting_names(name: str) -> tuple[str, ...]:
-    """Return the names of a sparsifier's own settings, besides its density.
-
-    >>> setting_names("micro"), setting_names("topk")
-    (('threshold', 'capacity'), ())
-    """
+    """Return the names of a sparsifier's own settings, besides its density."""
     return tuple(one.name for one in fields(_with_defaults(name)) if one.name != "density")
 
 

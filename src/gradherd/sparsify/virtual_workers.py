@@ -19,16 +19,11 @@ from gradherd.sparsify.worker import Worker, clip_together
 
 
 class VirtualWorkers:
-    """R workers that exchange sparse gradients within one process, as real ranks would.
+    """R = `size` workers that exchange sparse gradients within one process, as real ranks would.
 
-    On a CPU, results have the same bits as on ranks if torch uses as many threads as each rank:
-    means and norms of long vectors, which some methods read, depend on the number of threads.
-
-    Args:
-        settings: The sparsifier and how it is run.
-        dim: D, the number of elements of all parameters.
-        size: R.
-        **given: `sparse`, `layers`, `dtype` and `device`, as for `Worker`.
+    D is `dim`; `given` are `sparse`, `layers`, `dtype` and `device`, as for `Worker`. On a CPU,
+    results have the same bits as on ranks if torch uses as many threads as each rank: means and
+    norms of long vectors, which some methods read, depend on the number of threads.
 
     >>> workers = VirtualWorkers(Sparsify(method="topk"), dim=4, size=2)
     >>> workers.step(torch.tensor([[4.0, 3.0, 0.0, 0.0], [4.0, 0.0, 0.0, 1.0]]))

@@ -232,8 +232,7 @@ class Worker:
         dim: D, the number of elements of all parameters.
         rank: Which worker this is, from 0.
         size: R.
-        sparse: How many coordinates at the start are sparsified; None is all. The others are
-            always sent.
+        sparse: S; None is D.
         layers: Number of elements of each sparsified parameter; None is one parameter.
         dtype: Dtype of the residual.
         device: Device of the residual.

@@ -25,8 +25,7 @@ from typing import Any
 
 import torch
 
-from gradherd.comm.collectives import all_gather, all_gather_objects
-from gradherd.comm.stopwatch import Stopwatch
+from gradherd.comm.collectives import Stopwatch, all_gather, all_gather_objects
 from gradherd.comm.world import World
 from gradherd.hooks.state import pack, unpack
 from gradherd.lab.ranks import handling
