@@ -61,6 +61,16 @@ class LazyRegistry(UserDict[str, T]):
             raise ValueError(f"unknown {self._kind} {key!r}; known are {known}{self.hint(key)}")
         return self[key]
 
+    def build(self, key: str, **given: Any) -> Any:
+        """Call the value of a key; raise BadMethod if it needs more than it is given."""
+        try:
+            made: Any = self.find(key)
+            return made(**given)
+        except TypeError as error:
+            raise BadMethod(
+                f"{self._kind} {key!r} must be a class whose fields all have defaults: {error}"
+            ) from None
+
     def hint(self, key: str) -> str:
         """Return where a former key is now, to be added to an error; "" of all others."""
         return f"; {key} is now {self._moved[key]}" if key in self._moved else ""

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from gradherd.lazy import BadMethod, LazyRegistry
+from gradherd.lazy import LazyRegistry
 
 if TYPE_CHECKING:
     from gradherd.ordering.policy import Policy
@@ -79,17 +79,11 @@ def make_policy(name: str, signs: str = "greedy") -> "Policy":
     >>> make_policy("cd-grab", "walk")
     CDGraB(rule=Walk(c=30.0))
     """
-    make, rule = POLICIES.find(name), SIGN_RULES.find(signs)
-    try:
-        # Read off the constructor, so that an order needs no second entry that says it has signs.
-        if "rule" in inspect.signature(make).parameters:
-            return make(rule=rule())
-        policy = make()
-    except TypeError as error:
-        raise BadMethod(
-            f"order {name!r} must be a class whose fields all have defaults: {error}"
-        ) from None
+    make, rule = POLICIES.find(name), SIGN_RULES.build(signs)
+    # Read off the constructor, so that an order needs no second entry that says it has signs.
+    has_signs = callable(make) and "rule" in inspect.signature(make).parameters
+    policy: Policy = POLICIES.build(name, **({"rule": rule} if has_signs else {}))
     # Not an error: the order is well defined without it.
-    if signs != "greedy":
+    if signs != "greedy" and not has_signs:
         warnings.warn(f"order {name!r} has no signs: {signs!r} has no effect", stacklevel=2)
     return policy

@@ -41,15 +41,8 @@ def setting_names(name: str) -> tuple[str, ...]:
 
 
 def _with_defaults(name: str) -> Any:
-    make: Any = SPARSIFIERS.find(name)
-    try:
-        method = make()
-    except TypeError as error:
-        raise BadMethod(
-            f"sparsifier {name!r} must be a class whose fields all have defaults: {error}"
-        ) from None
+    method = SPARSIFIERS.build(name)
     if not is_dataclass(method) or not hasattr(method, "density"):
-        raise BadMethod(
-            f"sparsifier {name!r} must be a dataclass with a field density, got {make!r}"
-        )
+        got = repr(SPARSIFIERS[name])
+        raise BadMethod(f"sparsifier {name!r} must be a dataclass with a field density, got {got}")
     return method

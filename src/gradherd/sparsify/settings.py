@@ -41,7 +41,7 @@ class Sparsify:
     def __post_init__(self) -> None:
         # Through `object`, because the dataclass is frozen.
         if isinstance(self.method, str):
-            object.__setattr__(self, "method", SPARSIFIERS.find(self.method)())
+            object.__setattr__(self, "method", SPARSIFIERS.build(self.method))
         if isinstance(self.method, type) or not hasattr(self.method, "agree"):
             raise ValueError(
                 f"method must be a sparsifier such as ExDyna(density=1e-3) or its name, "
