@@ -597,10 +597,6 @@ def test_reduction_and_loss_scale(settings: SketchRows | TwoSidedRows) -> None:
     torch.testing.assert_close(capture.pop_rows(BATCH), summed)
     (model(x).square().sum(1).mean() * 8).backward()
     torch.testing.assert_close(capture.pop_rows(BATCH, loss_scale=8.0), summed)
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        capture.pop_rows(0)
-    with pytest.raises(ValueError, match="loss_scale must be positive, got 0"):
-        capture.pop_rows(BATCH, loss_scale=0.0)
 
 
 @pytest.mark.parametrize(("parameters", "size"), [(10, 1024), (25_000_000, 16384), (1e9, 65536)])

@@ -85,8 +85,7 @@ class BucketHook(ABC):
     def add(self, bucket: dist.GradBucket) -> Future[Tensor] | None:
         """Begin what can begin before the last bucket has arrived.
 
-        Returns:
-            A future of the buffer if the hook has one; otherwise a new one is made.
+        Return a future of the buffer if the hook has one; otherwise a new one is made.
         """
         return None
 

@@ -271,10 +271,6 @@ class Capture:
         which the loss was multiplied by (GradScaler). Several backwards before a pop add up, as
         those of one loss would.
         """
-        if examples < 1:
-            raise ValueError(f"examples must be at least 1, got {examples}")
-        if not loss_scale > 0:
-            raise ValueError(f"loss_scale must be positive, got {loss_scale}")
         try:
             self._refuse_mismatch(examples)
             if self._check.failures is None and (mask := self.check_bitmask(examples)) is not None:

@@ -158,8 +158,7 @@ class GpuSteps:
     def add(self, bucket: int, grad: Tensor) -> Future[Tensor] | None:
         """Add the flat gradients of a bucket to the residual, and set them to zero.
 
-        Returns:
-            A future of the bucket that can be handed to DDP, if there is one.
+        Return a future of the bucket that can be handed to DDP, if there is one.
         """
         self._added = True
         graph = self._adds.get((self._turn, bucket))

@@ -207,8 +207,7 @@ class Placement:
     def write(self, flats: Sequence[Tensor], positions: Tensor, values: Tensor) -> Tensor:
         """Write (K,) values to their (K,) positions in buckets that are zero.
 
-        Returns:
-            (K,) the values as the dtypes of the buckets hold them.
+        Return (K,) the values as the dtypes of the buckets hold them.
         """
         buckets = torch.searchsorted(self._bucket_begins, positions, right=True) - 1
         offsets = positions - self._bucket_begins[buckets]
