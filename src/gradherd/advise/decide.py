@@ -206,14 +206,13 @@ def _rate_sentence(setting: Setting, exchange: str) -> str:
     # As `LocalSteps.lr_factor`, which needs torch.
     workers, every = setting.workers, int(exchange.partition("-")[2])
     factor, formula = math.sqrt(workers), f"sqrt({workers} workers)"
-    sgd, less = "that of dense", 1.0
+    less = math.sqrt(min(1.0, 2 / every))
     if every > 2:
-        less = math.sqrt(2 / every)
-        formula, sgd = f"{formula} x sqrt(2 / {every} steps)", f"{less:.2g} times that of dense"
+        formula = f"{formula} x sqrt(2 / {every} steps)"
+    sgd = "that of dense" if every <= 5 else f"{less:.2g} times that of dense"
     return (
         f"With AdamW, multiply the learning rate of dense training by {formula} = "
-        f"{factor * less:.2g}; a larger model may want dense's own rate, or less; SGD wants {sgd}, "
-        "or half of it."
+        f"{factor * less:.2g}; a larger model may want dense's own rate, or less; SGD wants {sgd}."
     )
 
 

@@ -107,9 +107,10 @@ class LocalExchange(ModelExchange):
         self._weights = FlatWeights(model, settings.dense_below, device)
         super().__init__(self._weights.parameters, settings.sent, world, sharded, device)
         log.info(
-            "local steps: %s; AdamW wants the learning rate of dense training times %.3g",
+            "local steps: %s; AdamW wants the learning rate of dense training times %.3g, SGD %.3g",
             settings,
             settings.lr_factor(peers.size),
+            settings.lr_factor(peers.size, "sgd"),
         )
         self._thread = BackgroundThread("gradherd-local-steps") if settings.overlap else None
         self._weights.broadcast(self._channel)

@@ -49,6 +49,8 @@ def test_local_steps_have_the_rate_of_their_recipe():
     few = {"workers": 4, "lr": 0.2, "local_steps": 8, "method": {"values": "int1"}}
     sgd = sparse_recipe(config_of("digits", momentum=0.9, **few))
     assert (sgd.lr, sgd.momentum) == (0.1, 0.9)
+    five = sparse_recipe(config_of("digits", momentum=0.9, **{**few, "local_steps": 5}))
+    assert five.lr == 0.2, "ResNet-18 lost more at less"
     adamw = sparse_recipe(config_of("digits", optimizer="adamw", **few))
     assert adamw.lr == pytest.approx(0.2 * local.lr_factor(4)) == pytest.approx(0.2)
 

@@ -286,8 +286,7 @@ def sparse_recipe(config: RunConfig) -> RunConfig:
     names.
     """
     if config.local_steps is not None:
-        local = config.local()
-        factor = local.lr_factor(config.workers if config.optimizer == "adamw" else 1)
+        factor = config.local().lr_factor(config.workers, config.optimizer)
         return dataclasses.replace(config, lr=float(f"{config.lr * factor:.6g}"))
     sparse = config.density is not None
     sparse &= config.sparsify != POWERSGD  # which sends all of a gradient, roughly
