@@ -218,6 +218,20 @@ def test_products_of_long_rows_miss_no_column(dim, streams):
     assert products.tolist() == (left @ right.mT).tolist()
 
 
+@pytest.mark.parametrize("dim", [7, 100_001])
+def test_products_with_a_sum_that_lies_above_the_vectors_are_the_same(dim):
+    draw = torch.Generator().manual_seed(dim)
+    rows = torch.randint(-9, 10, (4, dim), generator=draw).float()
+    assert forms.stacked(rows[:1], rows[1:]).data_ptr() == rows.data_ptr()
+    for running in (rows[:1], rows[:1].clone()):
+        products = run(forms._products(rows[1:].unsqueeze(0), running, False), World.single())
+        both = (rows[1:] @ rows.T).double().unsqueeze(0).numpy()
+        assert [part.tolist() for part in products.value] == [
+            both[..., 0].tolist(),
+            both[..., 1:].tolist(),
+        ]
+
+
 @pytest.mark.parametrize("name", SIGN_RULES)
 @given(seed=seeds, streams=st.integers(1, 3), block=st.integers(1, 20))
 @settings(max_examples=15, deadline=None)

@@ -161,20 +161,22 @@ def test_slices_of_an_epoch_that_is_over_are_dropped():
     assert (sampler.ordering.epoch, sampler.ordering.steps) == (1, 0)
 
 
-def test_half_a_pair_is_kept_where_it_is_for_memory_that_is_free():
+@pytest.mark.parametrize("missed", [None, 1, 2])
+def test_half_a_pair_is_kept_where_it_is_for_memory_that_is_free(missed):
     rows = torch.randn(8, 1, 4, generator=torch.Generator().manual_seed(0))
     ordering, want = (Ordering(CDGraB(), [8], start="identity") for _ in range(2))
     memory, places = torch.empty(1, 4), set()
     for step, row in enumerate(rows):
-        released = []
+        if step == missed:
+            continue
+        released, claim = [], BatchClaim(0, step, 1, 1)
         memory.copy_(row)  # what the exchange writes into its only memory
-        run_together([observe_slices(ordering, (memory,), release=released.append)])
-        if step % 2 == 0:
-            assert ordering._state.pending.data_ptr() == memory.data_ptr()
-            memory = released[0]
-        assert step % 2 == 0 or released[0] is None
+        run_together([observe_slices(ordering, (memory,), claim, release=released.append)])
+        memory = memory if released[0] is None else released[0]
+        pending = ordering._state.pending
+        assert pending is None or pending.data_ptr() != memory.data_ptr()
         places.add(memory.data_ptr())
-        want.observe(row.unsqueeze(0))
+        want.observe(row.unsqueeze(0), first=step)
     assert len(places) == 2 and torch.equal(ordering._state.running, want._state.running)
     for one in (ordering, want):
         one.end_epoch()

@@ -113,7 +113,8 @@ class _Loan:
             self._read = torch.cuda.Event()
             # Not of the current device: another thread has cuda:0, wherever the slices are.
             self._read.record(torch.cuda.current_stream(self._device))
-        if instead is not None:
+        # Slices in half precision were converted: whoever keeps those does not keep the buffer.
+        if instead is not None and instead.dtype == self._buffers[0].dtype:
             self._buffers[0] = instead
         self._ended.set()
 

@@ -203,36 +203,54 @@ def _products(z: Tensor, running: Tensor, sharded: bool) -> Script[tuple[Floats,
     """Return u (W, P) and G (W, P, P) on the host."""
     if (fast := fast_form(z, running)) and z.shape[1] <= MOST:
         both = fast.products(z, running).cpu()
+    elif len(z) == 1 and (rows := stacked(running, z[0])) is not None:
+        both = inner_products(z, rows.unsqueeze(0)).to("cpu", torch.float64)
     else:
         # u and G in one tensor: one copy to the host, one all-reduce.
         parts = [inner_products(z, running.unsqueeze(1)), inner_products(z, z)]
         both = torch.cat(parts, dim=-1).to("cpu", torch.float64)
-    if sharded:
-        both = yield from sum_over_shards(both)
     host = both.numpy()
+    if sharded:
+        host = yield from sum_over_shards(host)
     return host[..., 0].copy(), host[..., 1:]  # a copy: the recursion overwrites u
 
 
-def sum_over_shards(both: Tensor) -> Script[Tensor]:
+def stacked(above: Tensor, below: Tensor) -> Tensor | None:
+    """Return (n, D) and (m, D) rows as (n + m, D) if they lie so in memory, else None.
+
+    >>> rows = torch.arange(6).view(3, 2)
+    >>> stacked(rows[:1], rows[1:]).equal(rows), stacked(rows[1:], rows[:1])
+    (True, None)
+    """
+    same = above.untyped_storage().data_ptr() == below.untyped_storage().data_ptr()
+    end = above.storage_offset() + above.numel()
+    dense = above.is_contiguous() and below.is_contiguous()
+    if not (same and dense and end == below.storage_offset() and above.dtype == below.dtype):
+        return None
+    return above.as_strided((len(above) + len(below), above.shape[1]), above.stride())
+
+
+def sum_over_shards(both: Floats) -> Script[Floats]:
     """Return (W, P, 1 + P) products summed over ranks.
 
     G is symmetric: each product of two vectors is sent once, and stored where the recursion reads
     it, in the row of the earlier vector. What it does not read stays zero.
     """
-    columns, flat = _sent_columns(both.shape[1]), both.flatten(1)
+    sent = _sent(both.shape[1])
     # The sum has the same bits on all ranks, so all ranks decide the same signs without another
     # exchange. That holds near a tie, too, where a single bit makes the difference.
-    total: Tensor = yield AllReduceSmall(flat[:, columns].flatten())
-    summed = torch.zeros_like(flat)
-    summed[:, columns] = total.view(len(flat), -1)
-    return summed.view(both.shape)
+    total: Tensor = yield AllReduceSmall(torch.from_numpy(both[:, sent].ravel()))
+    summed = np.zeros_like(both)
+    summed[:, sent] = total.view(len(both), -1).numpy()
+    return summed
 
 
 @cache
-def _sent_columns(count: int) -> Tensor:
-    """Return where u and the upper triangle of G lie in a flat (P, 1 + P) matrix, P = `count`."""
-    earlier, later = torch.triu_indices(count, count)
-    return torch.cat([torch.arange(count) * (1 + count), earlier * (1 + count) + 1 + later])
+def _sent(count: int) -> NDArray[np.bool_]:
+    """Return where u and the upper triangle of G lie in a (P, 1 + P) matrix, P = `count`."""
+    sent = np.triu(np.ones((count, 1 + count), dtype=bool), 1)
+    sent[:, 0] = True
+    return sent
 
 
 def inner_products(left: Tensor, right: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
+from gradherd.ordering.balance import stacked
 from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState
 from gradherd.ordering.random import SeededRandom
 
@@ -42,8 +43,9 @@ class PairState(SignState):
     """(M, D) rows of the first half of a pair."""
     pending_seen: Tensor | None = None
     """(M,) workers that have such a row."""
-    pending_buffer: Tensor | None = None
-    """Memory of `pending`, reused from pair to pair; not part of the saved state."""
+    room: Tensor | None = None
+    """(M, D) memory for rows, reused from pair to pair; not part of the saved state. If rows are
+    sharded, `running` lies right above it: the products with both are then one."""
 
     columns: ClassVar[tuple[str, ...]] = ("running", "pending")
     others: ClassVar[tuple[str, ...]] = (*SignState.others, "pending_seen")
@@ -60,11 +62,11 @@ Blocks: TypeAlias = tuple[Tensor, ...]
 
 def take_pairs(
     state: PairState, rows: Blocks, seen: Tensor, *, keep: bool = False
-) -> tuple[Tensor, Tensor]:
+) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
     """Advance the state by b rows of each worker and return the pairs they complete.
 
     A pair is what a worker visits at time steps 2k and 2k+1. A row at an even step whose partner
-    is yet to come is copied into `state.pending`, so the caller may reuse its buffer. One whose
+    is yet to come is copied into `state.room`, so the caller may reuse its buffer. One whose
     partner was skipped is not paired with the next row instead: pairs are tied to time steps, so
     that pair k has the slots k and n-1-k on all workers.
 
@@ -76,32 +78,42 @@ def take_pairs(
 
     Returns:
         (K, M, D) first minus second row, arbitrary where one of the two is missing, and (K, M)
-        whether both were seen.
+        whether both were seen, or None if K = 0; and the memory that the caller gets for rows that
+        were kept.
     """
     _place_odd_units(state, seen)
     begin, state.steps = state.steps, state.steps + len(seen)
-    parts, masks = [], []
+    parts, masks, spare = [], [], None
+    # The caller got our memory for the first half, and the second half has arrived in it.
+    in_room = keep and state.room is not None and state.room.data_ptr() == rows[0].data_ptr()
     if begin % 2 and len(seen):
         if state.pending is not None:
             assert state.pending_seen is not None
-            # In place, since `pending` is a copy of our own. First minus second; published code
-            # also has second minus first, which only changes the sign of the running sum.
+            # In place, since both halves are our own, or a copy. First minus second; published
+            # code also has second minus first, which only changes the sign of the running sum.
             widths = [block.shape[-1] for block in rows]
             for own, block in zip(state.pending.split(widths, -1), rows, strict=True):
-                own.sub_(block[0])
-            parts.append(state.pending.unsqueeze(0))
+                torch.sub(own, block[0], out=block[0] if in_room else own)
+            spare = state.pending if in_room else None
+            parts.append(rows[0] if in_room else state.pending.unsqueeze(0))
             masks.append((state.pending_seen & seen[0]).unsqueeze(0))
         rows, seen = _steps(rows, slice(1, None)), seen[1:]
         state.pending = state.pending_seen = None
     if len(seen) % 2:
-        last = rows[0][-1] if keep else _copied(state, _steps(rows, -1), bool(parts))
-        state.pending = state.pending_buffer = last
+        if keep and not in_room:
+            state.pending, spare = rows[0][-1], state.room
+        else:
+            # A difference that this call completes may be in the room already.
+            state.pending = _copied(state, _steps(rows, -1), fresh=in_room or bool(parts))
         state.pending_seen = seen[-1].clone()
         rows, seen = _steps(rows, slice(None, -1)), seen[:-1]
-    if len(seen) or not parts:
+    if len(seen):
         parts.append(_differences(rows))
         masks.append(seen[0::2] & seen[1::2])
-    return (parts[0], masks[0]) if len(parts) == 1 else (torch.cat(parts), torch.cat(masks))
+    if not parts:
+        return None, spare
+    several = len(parts) > 1
+    return (torch.cat(parts), torch.cat(masks)) if several else (parts[0], masks[0]), spare
 
 
 def _steps(rows: Blocks, span: slice | int) -> Blocks:
@@ -114,18 +126,18 @@ def _differences(rows: Blocks) -> Tensor:
     return diffs[0] if len(diffs) == 1 else torch.cat(diffs, -1)
 
 
-def _copied(state: PairState, row: Blocks, fresh: bool) -> Tensor:
-    """Return a copy of an (M, D) row, in the buffer of the pending rows before unless `fresh`.
+def _copied(state: PairState, row: Blocks, *, fresh: bool) -> Tensor:
+    """Return a copy of an (M, D) row, in the room of the pair before unless `fresh`.
 
-    A difference that this call completes still lives in that buffer. Otherwise it is free, and
-    new memory of the size of a gradient would cost as much as the copy itself.
+    New memory of the size of a gradient would cost as much as the copy itself.
     """
-    buffer, one = state.pending_buffer, row[0]
+    out, one = state.room, row[0]
     shape = (len(one), sum(block.shape[-1] for block in row))
     alike = (shape, one.dtype, one.device)
-    if fresh or buffer is None or (buffer.shape, buffer.dtype, buffer.device) != alike:
-        buffer = one.new_empty(shape)
-    return torch.cat(row, -1, out=buffer)
+    if fresh or out is None or (out.shape, out.dtype, out.device) != alike:
+        out = one.new_empty(shape)
+        state.room = state.room if fresh else out
+    return torch.cat(row, -1, out=out)
 
 
 def _place_odd_units(state: PairState, seen: Tensor) -> None:
@@ -161,16 +173,15 @@ class PairGraB(SignPolicy):
         """Sign the pairs that the rows complete; arguments as in `Policy.observe`."""
         blocks = (rows,) if isinstance(rows, Tensor) else rows.blocks
         release = rows.release if isinstance(rows, ShardedRows) else None
+        if isinstance(rows, ShardedRows):
+            self._make_room(state, rows)
         keep = release is not None and len(seen) == len(blocks) == 1
-        if keep and state.pending_buffer is None:
-            state.pending_buffer = torch.empty_like(blocks[0][0])
-        # Free since the pair before was signed. It goes back for the half pair that is kept.
-        spare = state.pending_buffer
-        diffs, both = take_pairs(state, blocks, seen, keep=keep)
+        pairs, spare = take_pairs(state, blocks, seen, keep=keep)
         if release is not None:
-            release(spare if keep and state.pending is not None else None)
-        if not len(diffs):  # the first halves of pairs: every second step of training
+            release(spare)
+        if pairs is None:  # the first halves of pairs: every second step of training
             return
+        diffs, both = pairs
         sharded, first = isinstance(rows, ShardedRows), state.steps // 2 - len(diffs)
         signs, late = yield from self._sign(state, diffs, both, first, random, sharded=sharded)
         # + sends the first of a pair to the front. In one launch, as at every step.
@@ -179,6 +190,18 @@ class PairGraB(SignPolicy):
             state.late.append((2 * first, sides.flatten(0, 1)))
         else:
             state.place(2 * first, sides, both.unsqueeze(1))
+
+    def _make_room(self, state: PairState, rows: ShardedRows) -> None:
+        """Let the state have room for rows, with the running sum right above it."""
+        running, (_, workers, columns) = state.running, rows.shape
+        if running is not None and state.room is not None:
+            if stacked(running, state.room) is not None:
+                return
+        streams = 1 if self.shared else workers
+        both = rows.blocks[0].new_zeros(streams + workers, columns)
+        if running is not None:
+            both[:streams] = running
+        state.running, state.room = both[:streams], both[streams:]
 
 
 @dataclass(frozen=True)
