@@ -155,11 +155,9 @@ class SlicedMean:
         return self._loan.end
 
     def start(self, flat: Tensor) -> None:
-        """Begin to exchange the slices of a bucket.
+        """Begin to exchange the slices of a bucket (N,), which stays as it is until `finish`.
 
-        Args:
-            flat: (N,), which must stay as it is until `finish`. All ranks must start the same
-                buckets in the same order.
+        All ranks must start the same buckets in the same order.
         """
         share = len(flat) // self._world.size
         body = flat[: share * self._world.size].view(self._world.size, share)

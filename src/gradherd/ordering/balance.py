@@ -146,11 +146,9 @@ def blocks(
 ) -> Script[Tensor]:
     """Sign all streams together, with one host sync per block.
 
-    Args:
-        given: What to sign.
-        block: Vectors of a stream in one Gram matrix.
-        sharded: Whether D is this rank's shard of the columns: ranks then add up products.
-        all_or_none: Leave out the whole block if one of its vectors is not finite.
+    A Gram matrix is of `block` vectors of a stream. If `sharded`, D is this rank's shard of the
+    columns, and ranks add up products. `all_or_none` leaves out the whole block if one of its
+    vectors is not finite.
     """
     vectors, running, rule, draws, carry = given
     streams, count, _ = vectors.shape
@@ -270,12 +268,8 @@ def signs_from_products(
 ) -> SignArray:
     """Run the sign recursion on scalars; return (W, P) signs.
 
-    Args:
-        inner: (W, P) products with the running sums before the block; overwritten.
-        gram: (W, P, P) products among the vectors.
-        rule: Decides the signs.
-        draws: (W, P) uniform numbers in [-1, 1).
-        carry: (C, W) what the rule carries from vector to vector; updated.
+    `inner` (W, P) are products with the running sums before the block, and are overwritten; `gram`
+    (W, P, P) those among the vectors. Draws and carry, which is updated, are as in `Unsigned`.
 
     >>> inner, gram = np.array([[0.0, 0.0]]), np.array([[[1.0, 1.0], [1.0, 1.0]]])
     >>> signs_from_products(inner, gram, Greedy(), np.zeros((1, 2)), np.empty((0, 1)))
@@ -397,11 +391,8 @@ class _Block:
 def sign_on_device(rule: SignRule, rows: Tensor, state: Any) -> Tensor | None:
     """Sign rows (b, M, D) minus the mean where they are, without the host waiting.
 
-    Args:
-        rule: Decides the signs.
-        rows: The rows, in visiting order.
-        state: A `SignState`. Its `running` sums (M, D), plain sums `total` if the order uses them,
-            and `mean` if it has one, are then those of its `signer`, which outlives the epoch.
+    The `running` sums (M, D) of the state, a `SignState`, its plain sums `total` if the order uses
+    them, and `mean` if it has one, are then those of its `signer`, which outlives the epoch.
 
     Returns:
         (b, M) int8 on the device, overwritten by the next call, 0 where a row is not finite; None

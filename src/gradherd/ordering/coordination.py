@@ -68,13 +68,10 @@ def observe_gathered(
 ) -> Script[None]:
     """Gather or scatter the rows of some batches of all workers and learn from them.
 
-    Args:
-        learner: What learns.
-        rows: (steps, k) this worker's rows; (R, steps, k) where one script serves all workers.
-        batches: Units of each batch.
-        claim: The units of the first batch; the next ones by default.
-        scatters: Give every rank a slice of the columns instead of gathering whole rows.
-        seen: (steps,) int64 which rows of a whole epoch are real, where workers may differ in it.
+    Rows are (steps, k) of this worker, (R, steps, k) where one script serves all workers. The claim
+    is of the first batch; None means the next units. If `scatters`, every rank gets a slice of the
+    columns instead. (steps,) int64 `seen` says which rows of a whole epoch are real, where workers
+    may differ in it.
     """
     # Every rank gathers all rows and repeats the same computation. The gathered bits are equal on
     # all ranks, and so are the signs: no order is ever sent.
@@ -107,13 +104,9 @@ def observe_slices(
 ) -> Script[None]:
     """Learn from a batch of every worker, of which this rank holds a slice of the columns.
 
-    Args:
-        learner: What learns.
-        slices: (R, c) blocks of columns of every worker's gradient; all columns where one script
-            serves all workers.
-        claim: The unit of the batch; the next one by default.
-        release: Called by policies that have read the slices long before all is learned; see
-            `ShardedRows`.
+    Slices are (R, c) blocks of columns of every worker's gradient: all columns where one script
+    serves all workers. Policies that have read them long before all is learned call `release` (see
+    `ShardedRows`).
     """
     rows = ShardedRows(tuple(block.unsqueeze(0) for block in slices), release)
     if claim is None:
@@ -127,10 +120,8 @@ def finite_batches(rows: Tensor, batches: Sequence[int], finite: Tensor | None =
 
     The mean gradient of such a batch is not finite either, so the optimizer skips it on all ranks.
 
-    Args:
-        rows: (steps, R, k) of batches with so many units each, one after the other.
-        batches: Units of each batch.
-        finite: (steps,) which steps are finite, if it is known already.
+    (steps, R, k) rows are of batches with so many units each, one after the other; (steps,)
+    `finite` says which steps are, if it is known already.
 
     >>> rows = torch.tensor([1.0, torch.inf, 2.0]).view(3, 1, 1)
     >>> finite_batches(rows, [2, 1]).flatten().tolist()
@@ -157,16 +148,11 @@ class RowGatherer:
         policy_checks: Callable[[Tensor], bool] = lambda rows: False,
         scatters: bool = False,
     ) -> None:
-        """Start empty.
+        """Start empty; `every` is how many batches are gathered at a time.
 
-        Args:
-            learner: What learns from the rows.
-            runner: Runs the script: on this rank, or for all workers of this process.
-            every: Batches that are gathered at a time.
-            policy_checks: Says whether the policy leaves out rows that are not finite by itself,
-                without waiting for the device. Only for the (b, k) rows of a single worker, which
-                are then learned as soon as they fill a block of signs.
-            scatters: As in `observe_gathered`.
+        `policy_checks` says whether the policy leaves out rows that are not finite by itself,
+        without waiting for the device. Only for the (b, k) rows of a single worker, which are then
+        learned as soon as they fill a block of signs.
         """
         self._scatters = scatters
         self._policy_checks = policy_checks
@@ -183,10 +169,8 @@ class RowGatherer:
     def add(self, rows: Tensor, claim: BatchClaim | None = None) -> None:
         """Add the rows of a batch, and send what has accumulated once it is enough.
 
-        Args:
-            rows: (b, k) this worker's rows, or (R, b, k) the rows of all workers of this process.
-                They may be overwritten.
-            claim: The units they belong to; the next ones by default.
+        They are (b, k) of this worker, or (R, b, k) of all workers of this process, and may be
+        overwritten. Without a claim they are of the next units.
         """
         last = self._waiting[-1][0] if self._waiting else None
         if claim is not None and last is not None:
@@ -326,13 +310,8 @@ class StepComparison:
     ) -> ClaimComparison:
         """Return what all ranks feed back. All ranks must call it together.
 
-        Args:
-            claim: This rank's batch; None if its gradient belongs to none.
-            world: The ranks, with a group for tensors on the CPU.
-            finite: Whether this rank knows of nothing in the gradients that is not finite.
-
-        Raises:
-            RuntimeError: The ranks hold different orders of an epoch.
+        The claim is None if this rank's gradient belongs to no batch. `finite`: it knows of nothing
+        in the gradients that is not. Raises RuntimeError if ranks hold different orders.
         """
         own = [_NO_BATCH, 0, 0, 0]
         if claim is not None:

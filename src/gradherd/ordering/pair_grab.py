@@ -70,11 +70,8 @@ def take_pairs(
     partner was skipped is not paired with the next row instead: pairs are tied to time steps, so
     that pair k has the slots k and n-1-k on all workers.
 
-    Args:
-        state: Advanced by b steps.
-        rows: Gradient of the unit each worker visited; arbitrary where not seen.
-        seen: (b, M) which of them are real.
-        keep: The caller gives away the rows, one step in one block, so they need not be copied.
+    Rows are arbitrary where (b, M) `seen` is false. With `keep`, the caller gives them away, one
+    step in one block, so they need not be copied.
 
     Returns:
         (K, M, D) first minus second row, arbitrary where one of the two is missing, and (K, M)

@@ -134,11 +134,7 @@ class EpochState:
         return state
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned for a state of this kind.
-
-        Raises:
-            ValueError: What a new state has is missing, or has another shape there.
-        """
+        """Take over what `state_dict` of such a state returned; refuse what does not fit."""
         names = (*self.columns, *self.others)
         own = {name: value for name in names if (value := getattr(self, name)) is not None}
         check_state(state, "steps", *own)
@@ -316,14 +312,10 @@ class SignPolicy(Policy):
         If `shared`, one sum serves all workers: step after step, and within a step worker after
         worker, as the paper's server does it. Else each worker is a stream.
 
-        Args:
-            state: Its sums and the rule's carry are updated.
-            vectors: In visiting order.
-            seen: (K, M) which of them are real.
-            first: Number of the first vector of each worker in the epoch.
-            random: Draws for rules that are randomized.
-            sharded: Ranks hold columns and sign together.
-            mean: (M, D) what is subtracted from the vectors, if anything.
+        Vectors are in visiting order; (K, M) `seen` says which are real, and `first` is the number
+        of each worker's first one in the epoch. The state's sums and the rule's carry are updated.
+        If `sharded`, ranks hold columns and sign together. (M, D) `mean` is subtracted from the
+        vectors.
 
         Returns:
             (K, M) signs, and whether they are late: on a GPU that nobody waits for, until the next
