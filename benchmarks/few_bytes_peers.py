@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradherd.sparsify.message_sizes import GROUP
-from gradherd.sparsify.packing import decode_values, encode_values
+from gradherd.comm.message_sizes import GROUP
+from gradherd.comm.packing import decode_values, encode_values
 
 PAGE = 65_536
 """An index is an offset of 16 bits in a page; every page has a count."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gradherd.rows.settings import TwoSidedRows as TwoSidedRows
     from gradherd.sparsify.basics import Dense as Dense
     from gradherd.sparsify.basics import TopK as TopK
-    from gradherd.sparsify.local import LocalSteps as LocalSteps
+    from gradherd.local.settings import LocalSteps as LocalSteps
     from gradherd.sparsify.partitioned import ExDyna as ExDyna
     from gradherd.sparsify.partitioned import Micro as Micro
     from gradherd.sparsify.registry import SPARSIFIERS as SPARSIFIERS

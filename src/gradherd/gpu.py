@@ -20,6 +20,11 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+def on_cpu(value: Any) -> Any:
+    """Return a copy of a tensor in CPU memory, and anything else as it is."""
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
+
+
 def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *args: Any, **options: Any) -> Any:
     """Launch a kernel of Triton where its tensors are.
 

@@ -1,7 +1,8 @@
 """Every private name of torch that is used, with the reason; those of FSDP are in `hooks.fsdp`."""
 
+import sys
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -90,6 +91,21 @@ def mark_constant(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep the compiler out of a function that something compiled may call.
+
+    As `torch.compiler.disable`, which loads the compiler.
+    """
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        compiler = sys.modules.get("torch._dynamo")
+        return function(*args) if compiler is None else compiler.disable(function)(*args)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return call
 
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradherd.comm.script import AllGather, Script
-from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
+from gradherd.comm.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.selecting import gather_indices
 from gradherd.sparsify.selector import Proposal, Selection, Selector, Step, check_density
 

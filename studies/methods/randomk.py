@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
+from gradherd.comm.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.partitions import even_cuts
 from gradherd.sparsify.selector import Selection, Selector, Step, check_density
 

@@ -37,7 +37,7 @@ from torch import Tensor
 from gradherd.comm.checks import check_numbers
 from gradherd.comm.script import Script
 from gradherd.sparsify.kernels import indices_above, topk_indices
-from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
+from gradherd.comm.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.selecting import gather_union
 from gradherd.sparsify.selector import (
     Proposal,

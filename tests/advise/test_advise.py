@@ -42,7 +42,7 @@ from gradherd.ordering.coordination import BATCHES_PER_GATHER as EVERY
 from gradherd.rows.settings import SketchRows
 from gradherd.sparsify.basics import TopK
 from gradherd.sparsify.local import LocalSteps
-from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
+from gradherd.comm.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.partitioned import ExDyna
 from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.settings import Sparsify

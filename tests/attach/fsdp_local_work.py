@@ -17,14 +17,14 @@ from tests.attach.fsdp_work import Net, mesh_of
 EVERY = 3
 
 
-def settings(method="exdyna", **more):
-    made = gh.Dense() if method == "dense" else gh.SPARSIFIERS[method](0.2)
-    return gh.LocalSteps(every=EVERY, method=made, **{"values": "fp32", "dense_below": 8} | more)
+def settings(values="int2", **more):
+    return gh.LocalSteps(every=EVERY, values=values, **{"dense_below": 8} | more)
 
 
 SAVED = {
     "momentum": settings(outer_momentum=0.5),
-    "one bit": settings("dense", values="int1"),
+    "not kept": settings(keep_residual=False),
+    "one bit": settings("int1"),
 }
 
 
@@ -58,14 +58,14 @@ def whole(model):
 def like_plain_modules(shape, **more):
     """Return the weights of a sharded run, and of plain modules, one for each replica."""
     mesh, steps = mesh_of(shape), range(2 * EVERY + 2)
-    model, optimizer, herd = attached(mesh, settings("dense", **more))
+    model, optimizer, herd = attached(mesh, settings("fp32", **more))
     train(model, optimizer, steps)
     torch.manual_seed(1)
     net = Net("plain")
     plain = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     group = mesh["replicate"].get_group()
     world = gh.World(dist.get_rank(group), dist.get_world_size(group), group)
-    exchange = LocalExchange(net, plain, settings("dense", **more), world, None)
+    exchange = LocalExchange(net, plain, settings("fp32", **more), world, None)
     first = dist.get_rank() // shape[1] * shape[1]
     for step in steps:
         plain.zero_grad()
@@ -83,10 +83,10 @@ def like_plain_modules(shape, **more):
     return whole(model), flat, shared, shared_plain
 
 
-def equal_after_sync(method):
+def equal_after_sync(values):
     """Return whether replicas differ within a phase, and are the same bits after sync()."""
     mesh = mesh_of((2, 2))
-    model, optimizer, herd = attached(mesh, settings(method))
+    model, optimizer, herd = attached(mesh, settings(values))
     train(model, optimizer, range(2 * EVERY + 1))
     found, group = [], mesh["replicate"].get_group()
     for sync in (False, True):
@@ -118,7 +118,7 @@ def evaluated():
 def not_finite():
     """Break one shard of replica 1; return what each rank goes on from, and the log of skips."""
     mesh = mesh_of((2, 2))
-    model, optimizer, herd = attached(mesh, settings())
+    model, optimizer, herd = attached(mesh, settings("fp32"))
     train(model, optimizer, range(EVERY))
     before = shards(model)  # equal to the shared weights
     train(model, optimizer, range(EVERY, 2 * EVERY - 1))
@@ -156,13 +156,15 @@ def continued(folder, stop, local):
 
 
 def vectors_of(herd):
-    """Return whole shared weights, and the mean over replicas of whole residuals and weights."""
+    """Return whole shared weights, and means over replicas of weights and of what waits."""
     state, found = herd.stateful().state_dict(), {}
     exchange = herd._exchange
     replica, count = exchange.place[0], exchange.mesh[0]
     for key in ("shared", "residual", "weights"):
         for name in exchange.parameters:
             own = state[f"{key}.{replica}-of-{count}.{name}"].full_tensor()
+            if key == "residual":  # what owners have lost is sent by all on another mesh
+                own += state[f"owner_error.{replica}-of-{count}.{name}"].full_tensor()
             dist.all_reduce(own, group=exchange.peers.group)
             found[f"{key} {name}"] = own / count
     return found
@@ -170,12 +172,12 @@ def vectors_of(herd):
 
 def moved(folder):
     """Save in mid-phase on (2, 2), load on (4, 1); return what there was and what there is."""
-    model, optimizer, herd = attached(mesh_of((2, 2)), settings())
+    model, optimizer, herd = attached(mesh_of((2, 2)), settings(keep_residual=False))
     train(model, optimizer, range(EVERY + 2))
     dcp.save({"herd": herd.stateful()}, checkpoint_id=folder)
     before = vectors_of(herd)
     herd.detach()
-    model, optimizer, herd = attached(mesh_of((4, 1)), settings())
+    model, optimizer, herd = attached(mesh_of((4, 1)), settings(keep_residual=False))
     dcp.load({"herd": herd.stateful(saved_by=(2, 2))}, checkpoint_id=folder)
     after = vectors_of(herd)
     train(model, optimizer, [EVERY + 2])
@@ -228,7 +230,7 @@ def everything(folder):
     return {
         "plain": {shape: like_plain_modules(shape) for shape in ((2, 2), (4, 1))}
         | {"momentum": like_plain_modules((2, 2), outer_momentum=0.9, outer_lr=0.7)},
-        "sync": {method: equal_after_sync(method) for method in ("exdyna", "topk", "dense")},
+        "sync": {values: equal_after_sync(values) for values in ("fp32", "int4", "int1")},
         "evaluated": evaluated(),
         "not finite": not_finite(),
         "continued": {

@@ -14,33 +14,19 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradherd as gh
-from gradherd.comm.script import AllGather
 from gradherd.hooks import local_steps
 from gradherd.hooks.bucket_hook import hook_is_free
 from gradherd.hooks.state import pack, unpack
-from gradherd.sparsify.worker import Worker
+from gradherd.local.exchange import SharedWeights
 
 CASES = {
     "diloco": gh.LocalSteps(every=3, values="fp32", outer_lr=0.7, outer_momentum=0.9),
-    "sparse": gh.LocalSteps(
-        every=3, method=gh.TopK(density=0.1), values="fp32", decay=0.9, dense_below=20
-    ),
-    "overlap": gh.LocalSteps(
-        every=4,
-        method=gh.TopK(density=0.1),
-        values="fp32",
-        decay=0.9,
-        dense_below=20,
-        overlap=True,
-        delay=3,
-    ),
-    "applied at once": gh.LocalSteps(
-        every=2, method="exdyna", values="fp32", decay=0.95, overlap=True, delay=2
-    ),
-    "one bit": gh.LocalSteps(every=2, method="exdyna", decay=0.95),
+    "overlap": gh.LocalSteps(every=6, values="fp32", outer_momentum=0.3, overlap=True),
+    "two bits": gh.LocalSteps(every=2, values="int2", dense_below=20),
     # What rounding takes stays in the weights of each rank.
-    "all in one bit": gh.LocalSteps(every=3, dense_below=10),
-    "one bit, overlap": gh.LocalSteps(every=4, dense_below=10, overlap=True, delay=3),
+    "one bit": gh.LocalSteps(every=3, dense_below=10),
+    "one bit, not kept": gh.LocalSteps(every=3, dense_below=10, keep_residual=False),
+    "one bit, overlap": gh.LocalSteps(every=4, dense_below=10, overlap=True),
 }
 
 
@@ -188,7 +174,7 @@ def buffers_of(settings, rank):
 
 def broken(rank, lr_after):
     """Let rank 1's weights become NaN once; return the paths around it, and the end."""
-    net, optimizer, herd = made(CASES["sparse"])
+    net, optimizer, herd = made(CASES["one bit"])
     states, error = [], ""
     try:
         for at, batch in zip(range(30), batches(rank), strict=False):
@@ -298,7 +284,7 @@ def branched(make, used_by, rank):
     for cut in (None, 5):
         net = Branches()
         optimizer = make(net.parameters())
-        herd = gh.attach(net, optimizer=optimizer, local=CASES["all in one bit"])
+        herd = gh.attach(net, optimizer=optimizer, local=CASES["one bit"])
         for at, (x, y) in zip(range(11), batches(rank), strict=False):
             if at == cut:
                 kept = [unpack(pack([net.state_dict(), optimizer.state_dict(), herd.state_dict()]))]
@@ -306,7 +292,7 @@ def branched(make, used_by, rank):
                 herd.detach()
                 net = Branches()
                 optimizer = make(net.parameters())
-                herd = gh.attach(net, optimizer=optimizer, local=CASES["all in one bit"])
+                herd = gh.attach(net, optimizer=optimizer, local=CASES["one bit"])
                 net.load_state_dict(kept[0][0])
                 optimizer.load_state_dict(kept[0][1])
                 herd.load_state_dict(kept[0][2])
@@ -345,34 +331,31 @@ def another_optimizer(rank):
     return before, own, vector(net), told
 
 
-def kept_after_one_exchange(decays):
-    """Return what a rank keeps of one exchange of signs with each decay, and two refusals."""
-    kept, errors = [], []
-    for decay in decays:
-        torch.manual_seed(0)
-        net = nn.Linear(200, 150)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        local = gh.LocalSteps(every=1, method="dense", values="int1", decay=decay)
-        herd = gh.attach(net, optimizer=optimizer, local=local)
-        rank = herd.world.rank
-        x = torch.randn(4, 200, generator=torch.Generator().manual_seed(rank))
-        net(x).square().mean().backward()
-        optimizer.step()
-        state = herd.state_dict(gather=False)
-        kept.append({key: state["local"][key]["weight"] for key in ("residual", "owner_error")})
-    for wrong in ({"kind": "TopK"}, {"rank": (rank + 1) % 3}):
+def kept_after_one_exchange():
+    """Return what a rank keeps of one exchange of signs, and two refusals."""
+    torch.manual_seed(0)
+    net, errors = nn.Linear(200, 150), []
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    local = gh.LocalSteps(every=1, keep_residual=False)
+    herd = gh.attach(net, optimizer=optimizer, local=local)
+    rank = herd.world.rank
+    x = torch.randn(4, 200, generator=torch.Generator().manual_seed(rank))
+    net(x).square().mean().backward()
+    optimizer.step()
+    state = herd.state_dict(gather=False)
+    for wrong in ({"kind": "int4"}, {"rank": (rank + 1) % 3}):
         try:
             herd.load_state_dict(state | {"local": state["local"] | wrong})
         except ValueError as error:
             errors.append(str(error))
-    return kept, errors
+    return {key: state["local"][key]["weight"] for key in ("residual", "owner_error")}, errors
 
 
 def fails_to_attach(ddp, optimizer):
     """Attach with an error on the way: DDP must go on averaging."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(MemoryError):
-        patch.setattr(local_steps, "OuterOptimizer", Mock(side_effect=MemoryError))
-        gh.attach(ddp, optimizer=optimizer, local=CASES["sparse"])
+        patch.setattr(local_steps, "SharedWeights", Mock(side_effect=MemoryError))
+        gh.attach(ddp, optimizer=optimizer, local=CASES["one bit"])
     assert hook_is_free(ddp) and ddp.broadcast_buffers
 
 
@@ -385,7 +368,7 @@ def in_ddp(rank):
         called = DDP(net) if wraps else net
         if wraps:
             fails_to_attach(called, optimizer)
-        herd = gh.attach(called, optimizer=optimizer, local=CASES["sparse"])
+        herd = gh.attach(called, optimizer=optimizer, local=CASES["one bit"])
         for _, batch in zip(range(7), batches(rank), strict=False):
             step(called, optimizer, batch)
         herd.sync()
@@ -402,7 +385,7 @@ def gathered_before_the_first_step():
     """Go on from a state of an optimizer that holds nothing yet."""
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5)
-    herd = gh.attach(net, optimizer=optimizer, local=CASES["sparse"])
+    herd = gh.attach(net, optimizer=optimizer, local=CASES["one bit"])
     state = [herd.state_dict(gather=True)]  # on rank 0
     torch.distributed.broadcast_object_list(state)
     herd.load_state_dict(state[0])
@@ -418,9 +401,7 @@ def ordered(rank):
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     sampler = gh.OrderedSampler(data, "cd-grab", batch_size=4)
-    local = gh.LocalSteps(
-        every=3, method=gh.ExDyna(density=0.2), values="fp32", decay=0.95, overlap=True
-    )
+    local = gh.LocalSteps(every=3, overlap=True)
     herd = gh.attach(net, order=sampler, optimizer=optimizer, local=local)
     for epoch in range(3):
         sampler.set_epoch(epoch)
@@ -440,16 +421,16 @@ def everything():
         "resumed": {
             (name, stop): resumed(CASES[name], 11, stop, rank)
             for name, stops in {
-                "sparse": (4, 6),
                 "diloco": (5,),
                 "overlap": (5, 8),
-                "all in one bit": (3, 5),
+                "one bit": (3, 5),
+                "one bit, not kept": (4, 6),
                 "one bit, overlap": (5, 8),
             }.items()
             for stop in stops
         },
-        "buffers": buffers_of(CASES["sparse"], rank),
-        "synced": synced_between_phases(CASES["all in one bit"], rank),
+        "buffers": buffers_of(CASES["one bit"], rank),
+        "synced": synced_between_phases(CASES["one bit"], rank),
         "broken once": broken(rank, False),
         "broken for good": broken(rank, True),
         "refusals": refusals(rank),
@@ -469,7 +450,7 @@ def under_way():
     """Return a rank's state within an exchange that goes on beside its steps."""
     rank = torch.distributed.get_rank()
     net, optimizer, herd = made(CASES["overlap"])
-    for _, batch in zip(range(5), batches(rank), strict=False):
+    for _, batch in zip(range(7), batches(rank), strict=False):
         step(net, optimizer, batch)
     return herd.state_dict(gather=False)["local"]
 
@@ -477,7 +458,7 @@ def under_way():
 def saved(folder):
     """Train 4 steps with exchanges every 3, and let rank 0 save; return what was saved."""
     rank = torch.distributed.get_rank()
-    net, optimizer, herd = made(CASES["sparse"], norm=True)
+    net, optimizer, herd = made(CASES["one bit"], norm=True)
     for _, batch in zip(range(4), batches(rank), strict=False):
         step(net, optimizer, batch)
     state, own = herd.state_dict(), herd.state_dict(gather=False)
@@ -490,7 +471,7 @@ def saved(folder):
 def continued(folder, merged):
     """Go on from what `saved` has left, on any number of ranks."""
     rank = torch.distributed.get_rank()
-    net, optimizer, herd = made(CASES["sparse"], norm=True, seed=7)
+    net, optimizer, herd = made(CASES["one bit"], norm=True, seed=7)
     if merged:
         parts = sorted(folder.glob("own-*"))
         herd.load_state_dict(gh.merge_states(unpack(part.read_bytes()) for part in parts))
@@ -509,7 +490,7 @@ def trains_until_killed(folder, how, die_at):
     Goes on from the last step that all ranks have saved. What rank 0 sees is written.
     """
     rank = torch.distributed.get_rank()
-    net, optimizer, herd = made(CASES["sparse"])
+    net, optimizer, herd = made(CASES["one bit"])
     start = last_common_step(folder)
     if start:
         model_state, optimizer_state, herd_state = read_saved(folder, rank, start)
@@ -545,7 +526,7 @@ def read_saved(folder, rank, step):
 
 def goes_on_alone(folder):
     """Go on with one rank instead of two; the vectors before and after, and the residuals."""
-    net, optimizer, herd = made(CASES["sparse"], seed=7)
+    net, optimizer, herd = made(CASES["one bit"], seed=7)
     start = last_common_step(folder)
     herd.load_state_dict(gh.merge_states(read_saved(folder, rank, start)[2] for rank in (0, 1)))
     weights, state = vector(net), herd.state_dict()["local"]
@@ -557,11 +538,9 @@ def goes_on_alone(folder):
 def _fail_in_the_second_collective(how):
     """Let this rank's next exchange stop between its messages."""
 
-    def failing(worker):
-        assert isinstance(next(script(worker)), AllGather)  # after that of the positions
+    def failing(shared):
         if how == "die":
             os._exit(1)
         time.sleep(120)
-        yield
 
-    script, Worker.script = Worker.script, failing
+    SharedWeights._send_to_all = failing

@@ -22,12 +22,12 @@ def test_the_weights_are_those_of_as_many_plain_modules(ranks, case):
         assert not torch.allclose(sharded, shared, atol=1e-3)  # within a phase
 
 
-@pytest.mark.parametrize("method", ["exdyna", "topk", "dense"])
-def test_replicas_are_equal_to_the_bit_after_an_exchange(ranks, method):
+@pytest.mark.parametrize("values", ["fp32", "int4", "int1"])
+def test_replicas_are_equal_to_the_bit_after_an_exchange(ranks, values):
     for rank in ranks:
-        before, after, exchanges, residual = rank["sync"][method]
+        before, after, exchanges, residual = rank["sync"][values]
         assert (before, after, exchanges) == (False, True, 3)
-        assert (residual > 0) == (method != "dense")
+        assert (residual > 0) == (values != "fp32")
 
 
 def test_an_evaluation_of_the_shared_weights_leaves_nothing_behind(ranks):

@@ -7,7 +7,6 @@ import torch
 
 import gradherd as gh
 from gradherd.lab.ranks import RankError, run_ranks
-from gradherd.sparsify.virtual_workers import VirtualWorkers
 from tests.attach.local_work import (
     CASES,
     OPTIMIZERS,
@@ -40,35 +39,29 @@ def exchanged(settings, size):
     """Return a function that exchanges (R, D) differences: their mean, and the new residuals."""
     shapes = [p.numel() for p in model().parameters()]
     small = torch.cat([torch.full((n,), n < settings.dense_below) for n in shapes])
-    if settings.values == "int1":  # tests/sparsify has the definition of the rounding
-        order = torch.argsort(small, stable=True)  # small parameters lie behind the others
-        sparse = int((~small).sum())
-        workers = VirtualWorkers(settings.sent, len(small), size, sparse=sparse)
+    groups = -(-int((~small).sum()) // (size * 256)) * size  # padded to a slice for each worker
+    residuals, lost = torch.zeros(size, len(small)), torch.zeros(groups, 256)
 
-        def in_one_bit(moved):
-            mean, residuals = torch.empty(len(small)), torch.empty_like(moved)
-            mean[order] = workers.step(moved[:, order])
-            residuals[:, order] = workers.residuals()
-            return mean, residuals
+    def signs(values):
+        levels = values.abs().mean(1, keepdim=True).bfloat16().float()
+        return torch.where(values < 0, -levels, levels)
 
-        return in_one_bit
-    residuals = torch.zeros(size, len(small))
-
-    def in_float32(moved):
+    def exchange(moved):
         nonlocal residuals
-        acc = residuals + moved
-        # Small parameters are sent whole; the others compete for the density.
-        large = acc[:, ~small].abs()
-        k = max(1, int(settings.method.density * large.shape[1]))
-        chosen = torch.ones(len(small), dtype=torch.bool)
-        if not isinstance(settings.method, gh.Dense):
-            threshold = large.topk(k, dim=1).values[:, -1:]
-            chosen[~small] = (large >= threshold).any(0)
-        mean = torch.where(chosen, acc.mean(0), 0)
-        residuals = torch.where(chosen, 0, acc) * settings.decay
+        acc, real = residuals + moved, int((~small).sum())
+        mean, residuals = acc.mean(0), torch.zeros_like(acc)
+        if settings.values == "int1" and size > 1:
+            padded = torch.zeros(size, groups * 256)
+            padded[:, :real] = acc[:, ~small]
+            sent = torch.stack([signs(row.view(groups, 256)) for row in padded])
+            residuals[:, ~small] = acc[:, ~small] - sent.view(size, -1)[:, :real]
+            total = lost + sent.sum(0)
+            total.view(-1)[real:] = 0
+            lost.copy_(total - signs(total)).view(-1)[real:] = 0
+            mean[~small] = signs(total).view(-1)[:real] / size
         return mean, residuals
 
-    return in_float32
+    return exchange
 
 
 def reference(settings, steps, size=RANKS):
@@ -98,8 +91,7 @@ def reference(settings, steps, size=RANKS):
         then, outer.grad, residuals = pending
         sgd.step()
         starts = outer.detach().repeat(size, 1)
-        # All coordinates are sent: what rounding took stays with the worker that has learned it.
-        if isinstance(settings.method, gh.Dense) and not synced:
+        if settings.keep_residual and not synced:
             starts -= residuals
         for rank, net in enumerate(nets):
             new = starts[rank] + (vector(net) - then[rank])
@@ -130,7 +122,7 @@ def reference(settings, steps, size=RANKS):
 
 
 @pytest.mark.parametrize(
-    "case", ["diloco", "sparse", "overlap", "all in one bit", "one bit, overlap"]
+    "case", ["diloco", "overlap", "one bit", "one bit, not kept", "one bit, overlap"]
 )
 def test_it_is_what_the_definition_says(ranks, case):
     expected = reference(CASES[case], 11)
@@ -153,24 +145,24 @@ def test_weights_are_equal_to_the_bit_after_an_exchange(ranks, case):
 
 
 def test_exchanges_are_few_and_small(ranks):
-    _, sparse = ranks[0]["paths"]["sparse"]
-    # 11 steps: after 3, 6 and 9, and by sync().
-    assert (sparse["local_steps"], sparse["exchanges"]) == (11, 4)
+    _, few = ranks[0]["paths"]["two bits"]
+    # 11 steps: after 2, 4, 6, 8 and 10, and by sync().
+    assert (few["local_steps"], few["exchanges"]) == (11, 6)
+    assert few["total_bytes"] == 6 * few["bytes"] > 0
     _, dense = ranks[0]["paths"]["diloco"]
-    assert 0 < sparse["bytes"] < dense["bytes"]
-    assert sparse["total_bytes"] > 3 * sparse["bytes"] > 0
+    assert few["bytes"] < dense["bytes"]
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        ("sparse", 4),
-        ("sparse", 6),
         ("diloco", 5),
         ("overlap", 5),
         ("overlap", 8),
-        ("all in one bit", 3),
-        ("all in one bit", 5),
+        ("one bit", 3),
+        ("one bit", 5),
+        ("one bit, not kept", 4),
+        ("one bit, not kept", 6),
         ("one bit, overlap", 5),
         ("one bit, overlap", 8),
     ],
@@ -259,7 +251,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence(ranks):
     needles = {
         "taken": "communication hook of DDP",
         "scaler": "bfloat16",
-        "both": "LocalSteps(method=",
+        "both": "give local or sparsify, not both",
         "no optimizer": "optimizer=",
         "other optimizer": "not trainable parameters of the model",
         "no local": "optimizer goes with local",
@@ -280,13 +272,12 @@ def test_what_does_not_fit_is_refused_in_a_sentence(ranks):
             assert "\n" not in result["refusals"][name]
 
 
-def test_all_that_a_rank_has_not_sent_decays_and_states_are_named():
-    for (whole, half), errors in run_ranks(kept_after_one_exchange, 3, (1.0, 0.5)):
+def test_what_was_not_sent_is_kept_and_states_are_named():
+    for kept, errors in run_ranks(kept_after_one_exchange, 3):
         kind, alone = errors
-        assert kind.startswith("local state has kind 'TopK', expected 'Dense'")
+        assert kind.startswith("local state has kind 'int4', expected 'int1'")
         assert alone.startswith("local state has rank")
-        for key, kept in whole.items():
-            assert kept.any() and torch.equal(half[key], 0.5 * kept), key
+        assert all(vector.any() for vector in kept.values())
 
 
 def test_an_order_learns_from_all_ranks_beside_local_steps(ranks):
@@ -310,8 +301,9 @@ def test_another_number_of_ranks_goes_on_without_loss(tmp_path, size):
             mean = torch.stack([one for one, _ in before]).mean(0)
             torch.testing.assert_close(weights, mean, rtol=1e-6, atol=1e-7)
             for name, residual in state["residual"].items():
-                mean = torch.stack([one["residual"][name] for one in states]).mean(0)
-                torch.testing.assert_close(residual, mean)
+                # What owners have lost is sent with what each rank has not.
+                kept = [one["residual"][name] + one["owner_error"][name] for one in states]
+                torch.testing.assert_close(residual, torch.stack(kept).mean(0))
         assert torch.equal(end, after[0][2])
     if size == 3:
         for (weights, _, end), own in zip(
@@ -351,13 +343,14 @@ def check_goes_on_alone(folder):
     flat = [torch.cat([p.flatten() for p in one[0].values()]) for one in saved_states]
     torch.testing.assert_close(weights, torch.stack(flat).mean(0), rtol=1e-6, atol=1e-7)
     for name, residual in state["residual"].items():
-        mean = torch.stack([one[2]["local"]["residual"][name] for one in saved_states]).mean(0)
-        torch.testing.assert_close(residual, mean)
+        local = [one[2]["local"] for one in saved_states]
+        kept = [one["residual"][name] + one["owner_error"][name] for one in local]
+        torch.testing.assert_close(residual, torch.stack(kept).mean(0))
     assert end.isfinite().all() and not torch.equal(end, weights)
 
 
 def test_one_worker_needs_no_process_group():
-    settings = CASES["sparse"]
+    settings = CASES["one bit"]
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.2, momentum=0.5)
     herd = gh.attach(net, optimizer=optimizer, local=settings)
@@ -407,8 +400,8 @@ def test_one_bit_is_resumed_and_resized_with_all_its_errors():
         for one, other in zip(kept, again, strict=True):
             assert all(torch.equal(one[name], other[name]) for name in one)
         assert metrics["density"] == 1 and metrics["exchanges"] == 2
-        # Two ways of a bit and of a level for each 256, and small parameters as bf16.
-        assert metrics["bytes"] < 1.2 * 2 * 2 * (20_000 * (1 + 16 / 256) / 8 + 400) / 3
+        # Two ways of a bit and of a level for each 256, and small parameters as float32.
+        assert metrics["bytes"] < 1.2 * 2 * 2 * (20_000 * (1 + 16 / 256) / 8 + 800) / 3
     weights = [ends[0][0] for ends, *_ in results]
     assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
     states = [state for _, state, *_ in results]
@@ -423,26 +416,16 @@ def test_one_bit_is_resumed_and_resized_with_all_its_errors():
         torch.testing.assert_close(residual.double(), means, rtol=1e-5, atol=1e-9)
         lost = torch.stack([state["owner_error"][name] for state in states]).double().mean(0)
         torch.testing.assert_close(merged["owner_error"][name].double(), lost)
-    # Slices of another number of ranks are other ones. What their owners have lost is sent with
-    # what each rank has learned: it is in its residual then, and so in its weights.
+    # Slices of another number of ranks are other ones: what their owners have lost is sent by all.
     net, _, herd = one_bit_net()
     herd.load_state_dict({"local": merged})
-    lost = torch.cat([part.flatten() for part in merged["owner_error"].values()])
     weights = torch.stack([own for *_, own in results]).mean(0)
-    torch.testing.assert_close(vector(net), weights - lost, rtol=1e-6, atol=1e-7)
-    assert lost.abs().max() > 1e-5
+    torch.testing.assert_close(vector(net), weights, rtol=1e-6, atol=1e-7)
+    owed = herd.state_dict()["local"]["residual"]
+    for name, lost in merged["owner_error"].items():
+        torch.testing.assert_close(owed[name], lost + merged["residual"][name])
+    assert max(lost.abs().max() for lost in merged["owner_error"].values()) > 1e-5
     herd.detach()
-
-
-@pytest.mark.parametrize(("fewer", "every"), [(16, 2), (60, 2), (120, 4), (240, 8), (1000, 34)])
-def test_a_factor_of_bytes_sets_the_length_of_a_phase(fewer, every):
-    made = gh.LocalSteps(fewer=fewer)
-    assert made == gh.LocalSteps(every=every)
-    assert (made.values, made.method, made.decay) == ("int1", gh.Dense(), 1.0)
-    workers = VirtualWorkers(made.sent, 1_000_000, 8)
-    workers.step(torch.randn(8, 1_000_000))
-    dense = 2 * 4 * 1_000_000 * 7 / 8
-    assert dense * made.every / workers.metrics["bytes"] >= 0.999 * fewer
 
 
 def test_long_phases_have_momentum_and_a_lower_rate():
@@ -456,39 +439,24 @@ def test_long_phases_have_momentum_and_a_lower_rate():
     assert gh.LocalSteps(every=8, outer_momentum=0).outer_momentum == 0
 
 
-def test_residuals_stay_in_weights_where_only_rounding_makes_them():
+def test_residuals_stay_in_weights_where_rounding_makes_them():
     keeps = {"values": "int1"}, {"values": "int4"}
     assert all(gh.LocalSteps(**given).keep_residual for given in keeps)
-    not_all = {"values": "fp32"}, {"method": "topk"}, {"keep_residual": False}
+    not_all = {"values": "fp32"}, {"keep_residual": False}
     assert not any(gh.LocalSteps(**given).keep_residual for given in not_all)
-
-
-def test_all_methods_have_the_same_defaults():
-    sparse = gh.LocalSteps(method=gh.ExDyna(density=0.02))
-    assert (sparse.every, sparse.values, sparse.decay) == (4, "int1", 1.0)
-    assert sparse.outer_momentum == 0, "measured only where all coordinates are sent"
-    assert gh.LocalSteps(method="dense") == gh.LocalSteps()
 
 
 @pytest.mark.parametrize(
     ("settings", "needle"),
     [
-        ({"fewer": 5}, "fewer must be in [16, 1000], got 5"),
-        ({"fewer": "many"}, "fewer must be a number"),
-        ({"fewer": 100, "every": 4}, "fewer goes with its own every"),
-        ({"fewer": 100, "method": "exdyna"}, "fewer goes with its own method"),
         ({"every": 0}, "every must be at least 1, got 0"),
         ({"every": 2.0}, "every must be"),
-        ({"decay": 1.5}, "decay must be in [0, 1], got 1.5"),
         ({"outer_lr": 0}, "outer_lr must be in (0, inf), got 0"),
         ({"outer_momentum": 1.0}, "outer_momentum must be in [0, 1)"),
-        ({"delay": 3}, "delay goes with overlap=True"),
-        ({"overlap": True, "every": 4, "delay": 5}, "in [1, every = 4], got 5"),
         ({"overlap": 1}, "overlap must be True or False"),
         ({"keep_residual": 0}, "keep_residual must be True or False"),
-        ({"keep_residual": True, "method": "topk"}, "keep_residual goes with a method that sends"),
+        ({"keep_residual": True, "values": "fp32"}, "keep_residual needs values of few bits"),
         ({"values": "int3"}, "values must be"),
-        ({"method": "nothing"}, "nothing"),
     ],
 )
 def test_bad_settings(settings, needle):
@@ -544,7 +512,8 @@ def test_states_of_an_exchange_under_way_are_merged():
             own = [state[key][name] for state in states]
             assert not torch.equal(*own)
             torch.testing.assert_close(mean, sum(own) / 2)
-    assert torch.equal(merged["arrival"]["mean"], states[1]["arrival"]["mean"])
+    for name, mean in merged["arrival"]["mean"].items():
+        assert torch.equal(mean, states[1]["arrival"]["mean"][name])
 
 
 def test_a_state_that_lacks_something_is_refused_as_a_whole():

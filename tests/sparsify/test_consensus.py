@@ -20,7 +20,7 @@ from gradherd.sparsify.consensus import (
     smallest_magnitude,
     unpack,
 )
-from gradherd.sparsify.message_sizes import index_bytes, magnitude_bytes
+from gradherd.comm.message_sizes import index_bytes, magnitude_bytes
 from gradherd.sparsify.partitions import Blocks, recut
 from tests.sparsify.rank_work import normal
 

@@ -6,7 +6,7 @@ import torch
 from gradherd.comm.script import run_together
 from gradherd.hooks.state import merge_parts
 from gradherd.sparsify.basics import Dense
-from gradherd.sparsify.message_sizes import VALUE_BITS, value_bytes
+from gradherd.comm.message_sizes import VALUE_BITS, value_bytes
 from gradherd.sparsify.selector import StepContext
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.value_sums import no_owner_error, owned_spans, sum_values

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gradherd.comm.script import run_together
 from gradherd.lab.ranks import run_ranks
 from gradherd.sparsify import packing
-from gradherd.sparsify.message_sizes import (
+from gradherd.comm.message_sizes import (
     GROUP,
     ONE_ROUND_BYTES,
     VALUE_BITS,
@@ -20,7 +20,7 @@ from gradherd.sparsify.message_sizes import (
     index_bytes,
     value_bytes,
 )
-from gradherd.sparsify.packing import (
+from gradherd.comm.packing import (
     decode_values,
     encode_values,
     pack_indices,

@@ -9,8 +9,8 @@ import torch
 pytest.importorskip("triton")
 
 from gradherd.sparsify import triton_signs
-from gradherd.sparsify.message_sizes import value_bytes
-from gradherd.sparsify.packing import decode_values, encode_values
+from gradherd.comm.message_sizes import value_bytes
+from gradherd.comm.packing import decode_values, encode_values
 from tests.gpu import DEVICE, GPU, MARKS
 
 pytestmark = MARKS

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradherd.lab.ranks import run_ranks
-from gradherd.sparsify.message_sizes import index_bytes
+from gradherd.comm.message_sizes import index_bytes
 from studies.methods.deft import Deft, allocate, assign, norms
 from tests.sparsify import one_step
 from tests.sparsify.reference_error_feedback import (

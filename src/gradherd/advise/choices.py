@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from gradherd.comm.checks import check_in
-from gradherd.sparsify.message_sizes import (
+from gradherd.comm.message_sizes import (
     COUNT_BYTES,
     DEFAULT_DENSITY,
     EXDYNA_CAPACITY,
@@ -35,6 +35,7 @@ from gradherd.sparsify.message_sizes import (
     index_bytes,
     magnitude_bytes,
     value_bytes,
+    slice_bytes,
 )
 
 _VALUE_BYTES = 4
@@ -46,8 +47,6 @@ _SKETCH_SIZE = 512
 """Elements of a row (`rows.SketchRows`)."""
 _BATCHES_PER_GATHER = 32
 """Batches whose rows are gathered together (`ordering.coordination`)."""
-_POSITION_BYTES = 16
-"""What workers compare before an exchange of local steps (`hooks.local_steps`)."""
 
 GOODPUT = 0.94
 """Share of an Ethernet link that carries data: 1,448 of 1,538 bytes, as the rest are headers of
@@ -351,12 +350,10 @@ def _exdyna(setting: Setting, form: ValueFormat = "fp32") -> Traffic:
 
 
 def _local(setting: Setting, every: int) -> Traffic:
-    """Predict local steps: every `every` steps, all of the difference is sent in one bit each way.
-
-    Before that, workers compare where they are, then whether their values are finite.
-    """
-    headers = _gathered(setting, _POSITION_BYTES) + _gathered(setting, FLAG_BYTES)
-    return (headers + _values(setting, setting.params, "int1")).every(every)
+    """Predict local steps: every `every` steps, all of the difference is sent in one bit each way."""
+    ranks, share = setting.workers, slice_bytes(setting.params, setting.workers)
+    seconds = all_to_all_seconds(share * ranks, ranks, setting.link)
+    return (Traffic(seconds, share * (ranks - 1)) + _gathered(setting, share)).every(every)
 
 
 def _values(setting: Setting, count: float, form: ValueFormat = "fp32") -> Traffic:

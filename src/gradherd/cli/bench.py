@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from gradherd.cli.options import usable_device
 from gradherd.cli.parser import Arg, Count, Counts, Density, one_count, whole
 from gradherd.cli.terminal import print_json, print_table
-from gradherd.sparsify.message_sizes import DEFAULT_DENSITY
+from gradherd.comm.message_sizes import DEFAULT_DENSITY
 
 Rows = list[dict[str, Any]]
 Params = Annotated[int, Arg(parse=one_count)]

@@ -28,7 +28,7 @@ from gradherd.cli.terminal import under_torchrun
 from gradherd.lab.tasks.data_files import check_data_dir, find_dataset
 from gradherd.lab.train import POWERSGD, ROWS, exchange_names
 from gradherd.lab.train.config import Exchange, RunSetting, run_settings
-from gradherd.sparsify.message_sizes import DEFAULT_DENSITY, VALUE_FORMATS
+from gradherd.comm.message_sizes import DEFAULT_DENSITY, VALUE_FORMATS
 from gradherd.sparsify.registry import takes_density
 
 if TYPE_CHECKING:
@@ -174,12 +174,12 @@ def check_data(task: Task, data_dir: Path | None, configs: Sequence[RunConfig] =
 
 
 def _exchange(word: str) -> Exchange:
-    """Read a sparsifier, with values of few bits, a density and local steps of its own if given.
+    """Read a sparsifier, with values of few bits and a density of its own if given; or local steps.
 
     local-4 is dense@4: all coordinates in one bit after every fourth step.
 
-    >>> _exchange("exdyna-int4:0.02@30")
-    Exchange(sparsify='exdyna', density=0.02, local_steps=30, values='int4')
+    >>> _exchange("exdyna-int4:0.02"), _exchange("dense-int2@30").local_steps
+    (Exchange(sparsify='exdyna', density=0.02, local_steps=None, values='int4'), 30)
     """
     # As `gradherd advise` calls it.
     recipe = re.fullmatch(r"local-(\w+)", word)
@@ -192,12 +192,14 @@ def _exchange(word: str) -> Exchange:
         density, local_steps = share(part) if colon else None, whole(1)(steps) if at else None
         if density is not None and name == "dense":
             raise ValueError("has a density, and dense sends all")
+        if at and name != "dense":
+            raise ValueError("has local steps, which send all coordinates")
         if values and (name == POWERSGD or (name == "dense" and not at)):
             raise ValueError(f"has a format of values, and {name} has only one")
     except ValueError as error:
         raise ValueError(
-            f"{word!r} {error}; write NAME, NAME-VALUES, NAME:DENSITY, NAME:DENSITY@STEPS or "
-            "local-STEPS"
+            f"{word!r} {error}; write NAME, NAME-VALUES, NAME:DENSITY, local-STEPS or "
+            "dense-VALUES@STEPS"
         ) from None
     return Exchange(name, density, local_steps, values)
 

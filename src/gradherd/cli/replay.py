@@ -22,7 +22,7 @@ from gradherd.cli.parser import (
 )
 from gradherd.cli.terminal import print_json, print_table, say
 from gradherd.ordering.registry import POLICIES, SIGN_RULES, make_policy
-from gradherd.sparsify.message_sizes import DEFAULT_DENSITY, ValueFormat
+from gradherd.comm.message_sizes import DEFAULT_DENSITY, ValueFormat
 from gradherd.sparsify.registry import (
     SPARSIFIERS,
     setting_names,

@@ -192,8 +192,7 @@ class CompareCommand:
         Arg(metavar="C,D", known=exchange_names(), default="dense", parse=exchanges),
     ] = None
     """Exchanges, separated by commas, from: {known}, and local-4: four steps alone, then all
-    coordinates in one bit. exdyna-int4:0.035 has values of 4 bits and a density of its own;
-    exdyna:0.02@30 exchanges what 30 local steps have changed."""
+    coordinates in one bit. exdyna-int4:0.035 has values of 4 bits and a density of its own."""
     density: DensityOption = None
     """Share of the gradient that a sparsifier should send, in (0, 1]."""
     tune: Annotated[tuple[float, ...], Arg(metavar="lr=A,B", default="none", parse=_rates)] = ()

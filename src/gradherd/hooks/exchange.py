@@ -1,9 +1,8 @@
-"""What exchanges something of a model between its ranks: the base of all such exchanges.
+"""Base class of gradient and weight exchanges.
 
-An exchange has a flat vector for all parameters of its model, and a `Worker` that keeps what was
-not sent. Gradients of DDP and of FSDP's replicas (`sparse_hook`) and differences of local steps
-(`local_steps`) come to it in different ways; metrics, checks and saved states are the same for all,
-and written here.
+An exchange has a flat vector for all parameters of its model. Gradients of DDP and of FSDP's
+replicas (`sparse_hook`) and the weights of local steps (`local_steps`) come to it in different
+ways; metrics, checks and saved states are the same for all, and written here.
 
 Shapes: D elements of all parameters in the flat vector; of a sharded model, of this rank's shards.
 """
@@ -52,32 +51,24 @@ class ModelExchange:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        settings: Sparsify,
+        dense_below: int,
         world: World,
         sharded: ShardedWorlds | None,
         device: torch.device,
     ) -> None:
         self.world = world
-        self.peers = peers = world if sharded is None else sharded.replicate
+        self.peers = world if sharded is None else sharded.replicate
         """The ranks that hold the same elements and exchange them."""
         self.sharded = sharded is not None
         """Whether the model is sharded: this rank then has its shards, as the peers do."""
         self.shards = World.single() if sharded is None else sharded.shard
         """The ranks that hold the shards of this replica."""
-        self.mesh, self.place = (peers.size, self.shards.size), (peers.rank, self.shards.rank)
-        """Number of replicas, and of shards of each; which of them this rank holds."""
-        self.parameters = parameters
-        self.layout = FlatSpec.small_last(parameters, settings.dense_below)
-        self._worker = Worker(
-            settings,
-            self.layout.size,
-            rank=peers.rank,
-            size=peers.size,
-            sparse=self.layout.sparse,
-            layers=self.layout.sparse_numels,
-            dtype=wide_dtype(parameters.values()),
-            device=device,
-        )
+        self.mesh = self.peers.size, self.shards.size
+        """Number of replicas, and of shards of each."""
+        self.place = self.peers.rank, self.shards.rank
+        """Which of them this rank holds."""
+        self.parameters, self.device = parameters, device
+        self.layout = FlatSpec.small_last(parameters, dense_below)
         self._metrics: dict[str, Any] = {}
         self.active = True
         """Whether it is attached."""
@@ -86,26 +77,9 @@ class ModelExchange:
         self.stopwatch = Stopwatch()
         """Time that training has waited for exchanges."""
 
-    @property
-    def _residual(self) -> Tensor:
-        return self._worker.feedback.residual
-
     def close(self) -> None:
         """Leave the model."""
         self.active = False
-
-    def all_shards_agree(self, here: bool) -> bool:
-        """Return whether something holds for the whole model, of which this rank may have a part.
-
-        A step is taken with all shards or with none, else they would drift apart.
-        """
-        if self.shards.size == 1:
-            return here
-        # One integer per step: a rank alone cannot know what has happened to another shard.
-        flag = torch.tensor([int(here)], dtype=torch.int32, device=self._residual.device)
-        flags, sent = all_gather(flag, self.shards)
-        self.total_bytes += sent
-        return bool(flags.all())
 
     # Metrics.
 
@@ -113,27 +87,24 @@ class ModelExchange:
         """Return the metrics of the last exchange that need no computation; waits for a GPU."""
         return self._metrics
 
+    @abstractmethod
+    def _totals(self) -> dict[str, Any]:
+        """Return the residual's norm and what was counted so far."""
+
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of the last exchange, and totals so far."""
         return self.last_step() | {
-            "residual_norm": float(torch.linalg.vector_norm(self._residual)),
-            **self._counts(),
-            "skipped_steps": self._worker.skipped,
+            **self._totals(),
             "always_sent": self.layout.whole,
             "total_bytes": self.total_bytes,
             "exchange_seconds": self.stopwatch.seconds,
         }
 
-    def _counts(self) -> dict[str, int]:
-        return {"steps": self._worker.step}
-
     # States.
 
+    @abstractmethod
     def _vectors(self) -> dict[str, Tensor]:
-        """Return the (D,) vectors that are kept between steps; they are loaded in place."""
-        feedback = self._worker.feedback
-        velocity = {} if feedback.velocity is None else {"velocity": feedback.velocity}
-        return {"residual": feedback.residual, **velocity}
+        """Return the vectors that are kept between steps; they are loaded in place."""
 
     def _views(self, flat: Tensor) -> dict[str, Tensor]:
         """Return the parts of a (D,) vector as views in the shapes of the parameters."""
@@ -152,10 +123,7 @@ class ModelExchange:
 
     def vectors(self) -> dict[str, dict[str, Tensor]]:
         """Return copies of what is kept between steps, by parameter."""
-        vectors = self._vectors()
-        if (lost := self._worker.owner_errors()) is not None:
-            vectors["owner_error"] = lost
-        return {key: self.by_name(flat) for key, flat in vectors.items()}
+        return {key: self.by_name(flat) for key, flat in self._vectors().items()}
 
     def state_dict(self, gather: bool = True) -> dict[str, Any]:
         """Return what this rank keeps: vectors by parameter, and the state of the method.
@@ -178,8 +146,9 @@ class ModelExchange:
                 state["other_ranks"] = others[1:]
         return state
 
+    @abstractmethod
     def _own_state(self) -> dict[str, Any]:
-        return self._worker.state_dict() | self.vectors()
+        """Return this rank's part of `state_dict`."""
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError unless a state is of this model, settings and rank, or merged."""
@@ -207,7 +176,6 @@ class ModelExchange:
                     f"{self.key} state is of another model: {key} of {name!r} has shape "
                     f"{saved.get(name, 'none')}, expected {shapes.get(name, 'none')}"
                 )
-        self._worker.check_state(state, self.key)
         if lacking := [key for key in self._needed() if key not in state]:
             raise ValueError(
                 f"{self.key} state has no {lacking[0]!r}: another version of gradherd has saved it"
@@ -221,10 +189,6 @@ class ModelExchange:
         """Continue where a state was saved that fits (`check_state`)."""
         for key, flat in self._vectors().items():
             self.fill(flat, state[key])
-        if "owner_error" in state:
-            lost = self.fill(torch.zeros_like(self._residual), state["owner_error"])
-            self._worker.load_owner_errors(lost, merged=state["rank"] is None)
-        self._worker.load_state_dict(state)
 
 
 class GradientExchange(ModelExchange):
@@ -241,7 +205,17 @@ class GradientExchange(ModelExchange):
     ) -> None:
         """Say what the settings cost or do not do, now or when an optimizer of the model steps."""
         device = next(iter(parameters.values())).device
-        super().__init__(parameters, settings, world, sharded, device)
+        super().__init__(parameters, settings.dense_below, world, sharded, device)
+        self._worker = Worker(
+            settings,
+            self.layout.size,
+            rank=self.peers.rank,
+            size=self.peers.size,
+            sparse=self.layout.sparse,
+            layers=self.layout.sparse_numels,
+            dtype=wide_dtype(parameters.values()),
+            device=device,
+        )
         log.info("sparsifying by %s", settings)
         if settings.momentum or not isinstance(settings.method, Dense):
             check_optimizer(model, self, settings.momentum, warns=world.rank == 0)
@@ -318,3 +292,45 @@ class GradientExchange(ModelExchange):
         self._worker.commit(outcome, written=written)
         self._skipped_in_a_row = 0
         self._metrics = outcome.metrics(self.layout.sparse) | {"bytes": sent}
+
+    @property
+    def _residual(self) -> Tensor:
+        return self._worker.feedback.residual
+
+    def all_shards_agree(self, here: bool) -> bool:
+        """Return whether something holds for the whole model, of which this rank may have a part.
+
+        A step is taken with all shards or with none, else they would drift apart.
+        """
+        if self.shards.size == 1:
+            return here
+        # One integer per step: a rank alone cannot know what has happened to another shard.
+        flag = torch.tensor([int(here)], dtype=torch.int32, device=self._residual.device)
+        flags, sent = all_gather(flag, self.shards)
+        self.total_bytes += sent
+        return bool(flags.all())
+
+    def _totals(self) -> dict[str, Any]:
+        return {
+            "residual_norm": float(torch.linalg.vector_norm(self._residual)),
+            "steps": self._worker.step,
+            "skipped_steps": self._worker.skipped,
+        }
+
+    def _vectors(self) -> dict[str, Tensor]:
+        feedback = self._worker.feedback
+        velocity = {} if feedback.velocity is None else {"velocity": feedback.velocity}
+        return {"residual": feedback.residual, **velocity}
+
+    def _own_state(self) -> dict[str, Any]:
+        return self._worker.state_dict() | self.vectors()
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless a state is of this model, settings and rank, or merged."""
+        super().check_state(state)
+        self._worker.check_state(state, self.key)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where a state was saved that fits (`check_state`)."""
+        super().load_state_dict(state)
+        self._worker.load_state_dict(state)

@@ -20,7 +20,7 @@ from gradherd.flat import plain_name
 from gradherd.hooks.fsdp import sharded_groups
 from gradherd.rows.module_hooks import UncopiedHook, remove_hook
 from gradherd.rows.row_check import Registrar
-from gradherd.torch_names import current_backward
+from gradherd.torch_names import current_backward, not_compiled
 
 
 def gradient_registrar(model: nn.Module) -> Registrar:
@@ -133,15 +133,25 @@ def stepping_optimizer(optimizer: Any, parameters: Iterable[nn.Parameter]) -> Op
         optimizer = inside
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"local steps need optimizer=, a torch.optim.Optimizer, got {optimizer!r}")
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        raise ValueError(
+            "ZeroRedundancyOptimizer lets one rank step each parameter for all, so the steps of "
+            "the others would be lost: give local steps the optimizer that it wraps"
+        )
+    check_stepped(optimizer, parameters)
+    return optimizer
+
+
+def check_stepped(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Raise ValueError if an optimizer steps tensors that local steps would not exchange."""
     known = {id(p) for p in parameters}
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    strange = sum(id(p) not in known for p in stepped if p.requires_grad)
-    if strange:
+    unknown = sum(id(p) not in known for p in stepped if p.requires_grad)
+    if unknown:
         raise ValueError(
-            f"optimizer steps {strange} tensors that are not trainable parameters of the model, so "
+            f"optimizer steps {unknown} tensors that are not trainable parameters of the model, so "
             "ranks would not share them: give local steps the module that holds them all"
         )
-    return optimizer
 
 
 def check_optimizer(model: nn.Module, owner: Any, momentum: float, *, warns: bool) -> None:
@@ -210,6 +220,7 @@ def watch_steps(
             handle.remove()
     alive, parameters = weakref.ref(owner), {id(p) for p in model.parameters()}
 
+    @not_compiled
     def hook(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         target, groups = alive(), optimizer.param_groups
         if target is not None and any(id(p) in parameters for g in groups for p in g["params"]):

@@ -21,7 +21,7 @@ from gradherd.ordering.batches import FollowedIterator
 from gradherd.ordering.policy import Policy
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.settings import RowSettings
-from gradherd.sparsify.local import LocalSteps
+from gradherd.local.settings import LocalSteps
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
 

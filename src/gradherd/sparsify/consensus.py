@@ -27,8 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradherd.sparsify.message_sizes import index_bytes
-from gradherd.sparsify.packing import pack_indices, unpack_indices
+from gradherd.comm.message_sizes import index_bytes
+from gradherd.comm.packing import pack_indices, unpack_indices
 from gradherd.sparsify.partitions import (
     LOAD_UNIT,
     Blocks,

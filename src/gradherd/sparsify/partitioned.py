@@ -29,7 +29,7 @@ from gradherd.comm.script import Script
 from gradherd.sparsify import consensus
 from gradherd.sparsify.consensus import PartitionRule, PartitionState
 from gradherd.sparsify.kernels import indices_above, topk_indices
-from gradherd.sparsify.message_sizes import DEFAULT_DENSITY, EXDYNA_CAPACITY
+from gradherd.comm.message_sizes import DEFAULT_DENSITY, EXDYNA_CAPACITY
 from gradherd.sparsify.partitions import Blocks, even_cuts
 from gradherd.sparsify.selecting import gather_indices
 from gradherd.sparsify.selector import Proposal, Selection, Selector, Step, check_density

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradherd.comm.script import AllGather, Script, check_script
-from gradherd.sparsify.message_sizes import index_bytes
-from gradherd.sparsify.packing import pack_indices, unpack_indices
+from gradherd.comm.message_sizes import index_bytes
+from gradherd.comm.packing import pack_indices, unpack_indices
 from gradherd.sparsify.selector import Proposal, Selection, Selector, Step, StepContext
 
 # --- One step ----------------------------------------------------------------------------------
@@ -32,8 +32,6 @@ class Outcome:
     """(K,) what this worker keeps at those coordinates; None is nothing."""
     selection: Selection
     """What the method selected, without what is always sent."""
-    owner_error: Tensor | None = None
-    """What this worker has lost of its slice of the sum (`value_sums`), where it keeps that."""
 
     def coordinates(self) -> Tensor:
         """Return (K,) the coordinates that were sent."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from gradherd.comm.checks import check_choice, check_in, check_whole
-from gradherd.sparsify.message_sizes import VALUE_FORMATS, ValueFormat
+from gradherd.comm.message_sizes import VALUE_BITS, VALUE_FORMATS, ValueFormat
 from gradherd.sparsify.registry import SPARSIFIERS, setting_names
 from gradherd.sparsify.selector import Selector
 
@@ -48,6 +48,12 @@ class Sparsify:
                 f"got {self.method!r}"
             )
         check_choice("values", self.values, *VALUE_FORMATS)
+        # A method of one's own need not inherit from `Selector`.
+        if self.values in VALUE_BITS and getattr(self.method, "sends_all", False):
+            raise ValueError(
+                f"{self.method} sends all coordinates, got values={self.values!r}: send them in "
+                "few bits by attach(..., local=gh.LocalSteps(every=1))"
+            )
         if self.values != "fp32" and getattr(self.method, "sums_values", False):
             warnings.warn(
                 f"values={self.values!r} has no effect on {type(self.method).__name__}: it sums "

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradherd.comm.script import AllGather, AllToAll, Script
-from gradherd.gpu import has_triton
-from gradherd.sparsify.message_sizes import VALUE_BITS, ValueFormat, fits_one_round, value_bytes
-from gradherd.sparsify.packing import decode_values, encode_values
+from gradherd.comm.message_sizes import VALUE_BITS, ValueFormat, fits_one_round, value_bytes
+from gradherd.comm.packing import decode_values, encode_values
 from gradherd.sparsify.selector import StepContext
 
 
@@ -24,8 +23,6 @@ class ValueSums(NamedTuple):
     """(K,) sums, of the same bits on all workers."""
     error: Tensor | None
     """(K,) the rounding error that this worker keeps; None is no error."""
-    owner_error: Tensor | None = None
-    """What this worker lost when it rounded its slice of the sum, where that is kept apart."""
 
 
 def sum_values(
@@ -33,25 +30,19 @@ def sum_values(
     always: int,
     context: StepContext,
     form: ValueFormat,
-    owner_error: Tensor | None = None,
 ) -> Script[ValueSums]:
     """Sum `values` over workers; the result has the same bits on all of them.
 
     Rows are added in the order of workers, in the dtype of `values`. If values are rounded to be
     sent, the worker that rounds keeps the rounding error, so that nothing is lost.
 
-    Each worker owns a slice of the sum, which it rounds for all. If that slice holds the same
-    coordinates at every step, the owner adds its error to the next sum. Otherwise the error joins
-    the owner's own values; it is R times as large as they are, so the few levels of a group then
-    fit neither.
+    Each worker owns a slice of the sum, which it rounds for all; the error joins its own values.
 
     Args:
-        values: (K,) values of this worker. With `owner_error` they are overwritten by their error.
+        values: (K,) values of this worker.
         always: How many at their end are always sent: with few bits, these take bf16.
         context: Which worker this is.
         form: How values are sent.
-        owner_error: What the last step returned, or `no_owner_error`, if all coordinates are sent
-            at every step.
     """
     if context.size == 1 or not len(values):
         return ValueSums(values, None)
@@ -68,8 +59,7 @@ def sum_values(
                 # Decoded as the others do: what differs from the values has not been sent.
                 left[kind.span] -= kind.read(own, kind.count)
         return ValueSums(total, left)
-    left = torch.empty_like(values) if owner_error is None else values
-    lost = values.new_zeros(kinds[-1].at.stop) if owner_error is None else owner_error.clone()
+    left, lost = torch.empty_like(values), values.new_zeros(kinds[-1].at.stop)
     # Reduce-scatter by all-to-all, then all-gather. A reduce-scatter of the backend would add
     # rows in an order of its own, and so give other bits.
     messages = [kind.encode(values[kind.span], left[kind.span]) for kind in kinds]
@@ -81,31 +71,9 @@ def sum_values(
         kind.decode(pieces, total[kind.span])
     if is_exact:
         return ValueSums(total, None)
-    if owner_error is not None:
-        return ValueSums(total, left, lost)
     for kind in kinds:
         left[kind.owned] += lost[kind.owned_at]
     return ValueSums(total, left)
-
-
-def no_owner_error(values: Tensor, always: int, size: int, form: ValueFormat) -> Tensor | None:
-    """Return the error before the first step in which all coordinates of (D,) `values` are sent.
-
-    None if nobody rounds a slice of the sum; the other arguments are those of `sum_values`.
-    """
-    kinds = _kinds_of(values, always, StepContext(0, 0, size), form)
-    is_exact = all(kind.is_exact for kind in kinds)
-    if size == 1 or is_exact or _fits_one_round(kinds, size):
-        return None
-    return values.new_zeros(kinds[-1].at.stop)
-
-
-def owned_spans(
-    values: Tensor, always: int, context: StepContext, form: ValueFormat
-) -> list[tuple[slice, slice]]:
-    """Return where the slice of a worker lies in (D,) `values`, and where in its owner's error."""
-    kinds = _kinds_of(values, always, context, form)
-    return [(kind.owned, kind.owned_at) for kind in kinds]
 
 
 class _SlicedValues:
@@ -186,31 +154,6 @@ class _SlicedValues:
         out.copy_(self.read(messages, self._length).reshape(-1)[: len(out)])
 
 
-class _SlicedSigns(_SlicedValues):
-    """One bit for each float32 on a GPU: each rounding is a kernel that reads values once."""
-
-    def encode(self, values: Tensor, left: Tensor) -> Tensor:
-        shape = (self._size, self.bytes(self._length))
-        message = values.new_empty(shape, dtype=torch.uint8)
-        _sign_kernels().encode_signs(values, self._length, message, left)
-        return message
-
-    def encode_sum(self, received: Tensor, lost: Tensor) -> Tensor:
-        message = received.new_empty(self.bytes(self._length))
-        _sign_kernels().encode_sign_sums(received, self._real, message, lost)
-        return message
-
-    def decode(self, messages: Tensor, out: Tensor) -> None:
-        _sign_kernels().decode_signs(messages, self._length, out)
-
-
-def _sign_kernels() -> Any:
-    # Imported late: it takes a second, and machines without Triton cannot.
-    from gradherd.sparsify import triton_signs
-
-    return triton_signs
-
-
 def _kinds_of(
     values: Tensor, always: int, context: StepContext, form: ValueFormat
 ) -> list[_SlicedValues]:
@@ -218,11 +161,9 @@ def _kinds_of(
     few = len(values) - always if form in VALUE_BITS else 0
     bits, dtype = VALUE_BITS.get(form, 0), values.dtype
     wire = dtype if form == "fp32" else torch.bfloat16
-    fused = bits == 1 and dtype == torch.float32 and values.is_cuda and has_triton()
     kinds: list[_SlicedValues] = []
     if few:
-        sliced = _SlicedSigns if fused else _SlicedValues
-        kinds.append(sliced(values, context, 0, few, 0, bits=bits, wire=wire))
+        kinds.append(_SlicedValues(values, context, 0, few, 0, bits=bits, wire=wire))
     if rest := len(values) - few:
         at = kinds[0].at.stop if kinds else 0
         kinds.append(_SlicedValues(values, context, few, rest, at, bits=0, wire=wire))

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
+from gradherd.gpu import on_cpu
 from gradherd.sparsify import kernels
 from gradherd.sparsify.marks import TILE
-from gradherd.sparsify.message_sizes import MAX_COORDINATES, VALUE_BITS
+from gradherd.comm.message_sizes import MAX_COORDINATES, VALUE_BITS
 from gradherd.sparsify.selecting import Outcome, select
 from gradherd.sparsify.selector import Selection, Step, StepContext, target_count
 from gradherd.sparsify.settings import Sparsify
-from gradherd.sparsify.value_sums import no_owner_error, owned_spans, sum_values
+from gradherd.sparsify.value_sums import sum_values
 
 # --- Residuals --------------------------------------------------------------------------------
 
@@ -265,11 +266,6 @@ class Worker:
         self.feedback = ErrorFeedback(
             dim, dtype=dtype, device=torch.device(device), momentum=settings.momentum
         )
-        self.owner_error: Tensor | None = None
-        """Second residual, where all is sent: what rounding the slice that it sums has lost."""
-        if sends_all(settings):
-            acc = self.feedback.acc
-            self.owner_error = no_owner_error(acc, dim - self.sparse, size, settings.values)
         self._unit = 1.0
 
     @property
@@ -318,17 +314,15 @@ class Worker:
             return None
         # Small parameters are sent together with the selected values, in the same rounds.
         dim, always = len(acc), len(acc) - sparse
-        indices = owner_error = None
+        indices = None
         if selection.indices is not None:
             small = torch.arange(sparse, dim, device=acc.device)
             indices = torch.cat([selection.indices, small])
         if selection.sums is None:
             values = acc if indices is None else acc[indices]
-            total, remainder, owner_error = yield from sum_values(
-                values, always, context, form, self.owner_error
-            )
+            total, remainder = yield from sum_values(values, always, context, form)
         else:
-            rest, error, _ = yield from sum_values(acc[sparse:], always, context, form)
+            rest, error = yield from sum_values(acc[sparse:], always, context, form)
             total = torch.cat([selection.sums, rest])
             assert selection.kept is not None
             remainder = torch.cat(
@@ -341,7 +335,7 @@ class Worker:
         # Divided once, after the sum: dividing every summand would round R times. In place, unless
         # one worker's sum is the vector itself.
         mean = total / 1 if total is acc else total.div_(context.size)
-        return Outcome(indices, mean, remainder, selection, owner_error)
+        return Outcome(indices, mean, remainder, selection)
 
     def mean_of(self, outcome: Outcome) -> Tensor:
         """Return the (K,) mean in the unit of gradients, clamped to finite values."""
@@ -369,55 +363,9 @@ class Worker:
             # All workers lost the same part of the mean, so each of them keeps it.
             lost = outcome.mean - (written if self._unit == 1 else written * self._unit)
             remainder = lost if remainder is None else remainder + lost
-        if outcome.owner_error is not None:
-            self._commit_owner_error(outcome.owner_error)
         self.feedback.commit(outcome.indices, remainder, restarted=self._restarted(outcome))
         self.state = outcome.selection.state
         self.counters[0] += 1
-
-    def decay(self, factor: float) -> None:
-        """Multiply all that was not sent: the residual, and the owner's error, which is one too."""
-        self.feedback.residual.mul_(factor)
-        if self.owner_error is not None:
-            self.owner_error.mul_(factor)
-
-    def _commit_owner_error(self, new: Tensor) -> None:
-        """Keep what this worker has lost of its slice, but not where nobody takes the mean."""
-        old, self.owner_error = self.owner_error, new
-        assert old is not None
-        for owned, at in self._owned():
-            for begin, end in self.feedback.excluded:
-                first, stop = max(begin, owned.start), min(end, owned.stop)
-                if first < stop:
-                    shift = at.start - owned.start
-                    new[first + shift : stop + shift] = old[first + shift : stop + shift]
-
-    def _owned(self) -> list[tuple[slice, slice]]:
-        acc = self.feedback.acc
-        always = len(acc) - self.sparse
-        return owned_spans(acc, always, self.context, self.settings.values)
-
-    def owner_errors(self) -> Tensor | None:
-        """Return (D,) the error of the owner, zero outside its slice; None if it is never kept."""
-        if not sends_all(self.settings) or self.settings.values == "fp32":
-            return None
-        whole = torch.zeros_like(self.feedback.residual)
-        if self.owner_error is not None:
-            for owned, at in self._owned():
-                whole[owned] = self.owner_error[at]
-        return whole
-
-    def load_owner_errors(self, whole: Tensor, merged: bool) -> None:
-        """Continue with what `owner_errors` returned; `merged` is the mean over all workers."""
-        if self.owner_error is not None and not merged:
-            for owned, at in self._owned():
-                self.owner_error[at] = whole[owned]
-            return
-        # Slices are other ones now: what their owners have lost is sent with the own values. The
-        # mean over workers is what each of them adds to a sum.
-        self.feedback.residual += whole
-        if self.owner_error is not None:
-            self.owner_error.zero_()
 
     def _restarted(self, outcome: Outcome) -> Tensor | None:
         """Return where velocities restart, so that stale momentum does not carry on.
@@ -482,12 +430,6 @@ class Worker:
             self.decide_on(self.counters.device)
 
 
-def sends_all(settings: Sparsify) -> bool:
-    """Return whether all coordinates are sent at every step."""
-    # A method of one's own need not inherit from `Selector`.
-    return bool(getattr(settings.method, "sends_all", False))
-
-
 def is_finite(vector: Tensor) -> bool:
     """Return whether all elements are finite."""
     # A finite sum is proof, in one pass. If it is not finite, it may just have overflowed.
@@ -501,11 +443,6 @@ def _is_merged(state: Mapping[str, Any]) -> bool:
 def _fields(state: Any) -> dict[str, Any]:
     """Return the fields of a state; tensors as copies on the CPU."""
     return {field.name: on_cpu(getattr(state, field.name)) for field in dataclasses.fields(state)}
-
-
-def on_cpu(value: Any) -> Any:
-    """Return a copy of a tensor in CPU memory, and anything else as it is."""
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 # --- Gradients of all parameters ------------------------------------------------------

@@ -40,7 +40,7 @@ from gradherd.ordering.registry import POLICIES, make_policy
 
 if TYPE_CHECKING:
     from gradherd.rows.settings import RowSettings
-    from gradherd.sparsify.local import LocalSteps
+    from gradherd.local.settings import LocalSteps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,28 +200,25 @@ class RunConfig(Hyperparameters):
         return self.rows if self.sketch_size is None else SketchRows(size=self.sketch_size)
 
     def local(self) -> "LocalSteps":
-        """Return the settings of local steps; `local_steps` is not None.
-
-        Those of `method` that are fields of `LocalSteps` are taken from there, the others are the
-        sparsifier's.
+        """Return the settings of local steps, which `method` may name; `local_steps` is not None.
 
         Raises:
-            ValueError: `method` has a setting that local steps do not have, or it is out of range.
+            ValueError: `method` has a setting that local steps do not have, or it is out of range;
+                or there is a sparsifier.
         """
-        from gradherd.sparsify.local import LocalSteps
-        from gradherd.sparsify.settings import make_settings
+        from gradherd.local.settings import LocalSteps
 
-        settings = dict(self.method or {})
-        names = {f.name for f in dataclasses.fields(LocalSteps)} - {"every", "method"}
-        own = {key: settings.pop(key) for key in names.intersection(settings)}
-        if odd := sorted({"clip", "momentum", "warmup_steps", "warmup_from"} & settings.keys()):
+        if self.sparsify != "dense" or self.density is not None:
+            raise ValueError(
+                f"local steps send all coordinates in few bits: leave out {self.sparsify}"
+            )
+        own = dict(self.method or {})
+        names = {f.name for f in dataclasses.fields(LocalSteps)} - {"every"}
+        if odd := sorted(own.keys() - names):
             raise ValueError(f"method has {odd[0]}, which local steps do not have")
         _check_json(own)
-        if self.density is not None:  # as all records of local steps with a sparsifier were made
-            own = {"values": "fp32", "decay": 0.95, **own}
-        method = make_settings(self.sparsify, self.density, **settings).method
         try:
-            return LocalSteps(every=self.local_steps, method=method, **own)  # type: ignore[arg-type]
+            return LocalSteps(every=self.local_steps, **own)  # type: ignore[arg-type]
         except TypeError as error:  # Checks compare values, which fails for a str and a number.
             raise ValueError(f"local steps cannot be run with {own}: {error}") from None
 

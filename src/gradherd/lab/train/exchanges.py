@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from gradherd.comm.collectives import all_gather_bytes
-from gradherd.comm.script import run_together
 from gradherd.comm.sliced_mean import mean_bytes, mean_of_rows
 from gradherd.flat import FlatSpec
-from gradherd.hooks.local_steps import MAX_CALLED_OFF, FlatWeights
+from gradherd.hooks.flat_weights import FlatWeights
+from gradherd.hooks.local_steps import MAX_CALLED_OFF
 from gradherd.lab.train import POWERSGD
 from gradherd.lab.train.config import RunConfig
 from gradherd.lab.train.measurements import DeviceTimer
@@ -38,7 +38,7 @@ from gradherd.lab.train.optimizers import (
     sparse_settings,
 )
 from gradherd.lab.train.trainer import EpochCounters
-from gradherd.sparsify.local import OuterOptimizer, average_buffers
+from gradherd.local.exchange import Arrival, SharedWeights
 from gradherd.sparsify.settings import Sparsify
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 
@@ -127,8 +127,8 @@ class SharedModel(VirtualExchange):
 class LocalModels(VirtualExchange):
     """A model and an optimizer for each worker, which exchange weights from time to time.
 
-    The maths is that of real ranks (`hooks.local_steps`), and so are the scripts, the bits and the
-    bytes. Evaluated are the shared weights, with worker 0's buffers.
+    The exchange is that of real ranks (`local.exchange`), with the same bits and bytes. Evaluated
+    are the shared weights, with worker 0's buffers.
     """
 
     def __init__(self, config: RunConfig, model: nn.Module) -> None:
@@ -140,14 +140,16 @@ class LocalModels(VirtualExchange):
         self._spec = FlatSpec.of(model)  # of gradients, in the order of the model
         self._optimizers = [make_optimizer(own, config) for own in self.parameters]
         self._clip, self._timer = config.clip, DeviceTimer(device)
-        layout = self._weights[0].layout
-        where: dict[str, Any] = {"dtype": self._weights[0].dtype, "device": device}
-        self._workers = _sparse_workers(settings.sent, layout, config.workers, **where)
-        self._outer = OuterOptimizer(settings, self._weights[0].read())
-        # (R, D) weights when the exchange began; its mean difference and buffers, not applied yet.
-        self._pending: tuple[Tensor, Tensor | None, Tensor | None] | None = None
+        first = self._weights[0]
+        self._shared = SharedWeights(
+            settings, first.layout.sparse, first.layout.whole, first.buffer_elements,
+            config.workers, dtype=first.dtype, device=device,
+        )  # fmt: skip
+        for weights in self._weights:
+            weights.gap = self._shared.length - first.layout.sparse
+        self._shared.start(first.read())
+        self._arrival: Arrival | None = None  # of an exchange whose result was not applied yet
         self._taken = self._steps = self._called_off = 0
-        self._synced = True  # whether this phase began with the shared weights themselves
 
     def step(self, grads: Tensor, lr: float, counters: EpochCounters) -> None:
         """Take a step of each worker with its own gradient; exchange if it ends a phase."""
@@ -159,96 +161,72 @@ class LocalModels(VirtualExchange):
             clip_and_step(optimizer, own, self._clip)
         self._taken += 1
         self._steps += 1
-        if self._pending is not None and self._taken >= self._settings.steps_until_applied:
-            self._apply()
+        if self._arrival is not None and self._taken >= self._settings.steps_until_applied:
+            self._finish(synced=False)
         if self._taken >= self._settings.every and not self.diverged:
             self._begin(counters, forced=False)
-            if not self._settings.overlap:
-                self._apply()
 
     def end_epoch(self, counters: EpochCounters, *, last: bool) -> None:
         """Exchange what the last steps of a run have changed, which belongs to its result."""
-        if last and self._pending is not None:
-            self._apply()
+        if last and self._arrival is not None:
+            self._finish(synced=False)
         if last and not self.diverged:
             if self._taken or self._called_off:
                 self._begin(counters, forced=True)
-                self._apply()
-            self._synced = True
-            for at, weights in enumerate(self._weights):
-                weights.write(self._start(at))
+            for weights in self._weights:
+                weights.write(self._shared.outer.shared)
         counters.exchange_seconds = self._timer.reset()
-        residual = self._workers.workers[0].feedback.residual
-        counters.residual_norm = float(torch.linalg.vector_norm(residual))
-
-    def _start(self, worker: int) -> Tensor:
-        """Return (D,) the weights with which this phase began."""
-        start = self._outer.shared
-        if not self._synced:
-            start = start - self._workers.workers[worker].feedback.residual
-        return self._weights[worker].rounded(start)
+        squares = self._shared.squares
+        counters.residual_norm = 0.0 if squares is None else math.sqrt(float(squares))
 
     def _begin(self, counters: EpochCounters, *, forced: bool) -> None:
         with self._timer.measure():
-            own = torch.stack([weights.read() for weights in self._weights])
-            self._pending = (own, *self._averages(own, counters, forced=forced))
+            own = [weights.read(self._shared.empty()) for weights in self._weights]
+            read = [weights.read_buffers() for weights in self._weights]
+            buffers = [flat for flat in read if flat is not None]
+            position = self._steps, int(forced)
+            self._arrival = self._shared.exchange(own, buffers or None, position)
+            counters.bytes += self._shared.bytes
             self._taken = 0
+        if forced or not self._settings.overlap:
+            self._finish(synced=forced)
+        # Counted as a step that was called off, or with what all local steps have.
+        if self._called_off:
+            counters.skipped_steps += 1
+        else:
+            counters.add_sparse({"density": 1.0, "padding": 1.0})
 
-    def _apply(self) -> None:
-        assert self._pending is not None
-        (snapshots, mean, buffers), self._pending = self._pending, None
+    def _finish(self, *, synced: bool) -> None:
+        arrival, self._arrival = self._arrival, None
+        assert arrival is not None and arrival.ok is not None
         with self._timer.measure():
-            if mean is None:
+            if not arrival.ok[0]:
                 self._go_on_alone()
+                self._shared.give_back(arrival.own)
                 return
             self._called_off = 0
-            self._outer.step(mean)
-            self._synced = not self._settings.keep_residual
-            for at, (weights, snapshot) in enumerate(zip(self._weights, snapshots, strict=True)):
-                new = self._start(at)
-                if self._settings.overlap:
-                    new = new + (weights.read() - snapshot)
-                weights.write(new)
-                if buffers is not None:
-                    weights.write_buffers(buffers)
-
-    def _averages(
-        self, own: Tensor, counters: EpochCounters, *, forced: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the mean difference, None if it was called off, and the means of buffers."""
-        starts = torch.stack([self._start(at) for at in range(len(own))])
-        mean = self._workers.step(starts - own)
-        metrics, size = self._workers.metrics, len(own)
-        # Ranks compare where they are before they exchange anything.
-        counters.bytes += all_gather_bytes(torch.tensor([self._steps, int(forced)]), size)
-        counters.bytes += self._workers.bytes
-        if not metrics:
-            counters.skipped_steps += 1
-            return None, None
-        counters.add_sparse(metrics)
-        if self._settings.decay != 1:
-            for worker in self._workers.workers:
-                worker.decay(self._settings.decay)
-        read = (weights.read_buffers() for weights in self._weights)
-        rows = [flat for flat in read if flat is not None]
-        if not rows:
-            return mean, None
-        averaged = run_together([average_buffers(row, size) for row in rows])[0]
-        counters.bytes += averaged.bytes
-        return mean, averaged.value
+            beside = self._settings.overlap and not synced and self._taken > 0
+            starts = self._shared.apply(arrival, synced=synced, delta=beside)
+            for weights, new in zip(self._weights, starts, strict=True):
+                weights.write(new.add_(weights.read()) if beside else new)
+                if arrival.buffers is not None:
+                    weights.write_buffers(arrival.buffers)
+            if not self._weights[0].is_wide:
+                self._shared.owe_rounding(starts, [weights.read() for weights in self._weights])
+            self._shared.give_back(starts)
 
     def _go_on_alone(self) -> None:
-        """Put workers whose weights are not finite back to where their phase began."""
+        """Put workers whose weights are not finite back to the shared ones."""
         self._called_off += 1
         self.diverged = self._called_off >= MAX_CALLED_OFF
-        for at, weights in enumerate(self._weights):
+        for weights in self._weights:
             if not weights.read().isfinite().all():
-                weights.write(self._start(at))
+                weights.write(self._shared.outer.shared)
 
     @contextlib.contextmanager
     def evaluated(self) -> Iterator[None]:
         """Let the first model hold the shared weights; NaN after divergence, as the record says."""
-        shared = self._outer.shared * (torch.nan if self.diverged else 1.0)
+        shared = self._shared.outer.shared * (torch.nan if self.diverged else 1.0)
         with self._weights[0].replaced_by(shared):
             yield
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradherd.sparsify.message_sizes import GROUP, level_bytes, low_bits
+from gradherd.comm.message_sizes import GROUP, level_bytes, low_bits
 
 # --- Indices -----------------------------------------------------------------------------------
 

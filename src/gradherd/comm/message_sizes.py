@@ -89,6 +89,16 @@ def value_bytes(count: int, bits: int) -> int:
     return level_bytes(count, bits) + -(-bits * count // 8)
 
 
+def slice_bytes(count: int, workers: int) -> int:
+    """Return the bytes of a message of local steps: a header, and one bit for a slice of `count`.
+
+    >>> slice_bytes(10_000_000, 4)
+    332048
+    """
+    slice_length = -(-count // (workers * GROUP)) * GROUP
+    return 16 + -(-value_bytes(slice_length, 1) // 8) * 8
+
+
 def fits_one_round(size: float, ranks: int) -> bool:
     """Return whether messages of `size` bytes are all-gathered, and not summed in slices.
 

@@ -1,0 +1,341 @@
+"""One exchange of local steps: differences to the shared weights go out, new weights come back.
+
+With kept residuals a worker's own weights say what it has not sent: they are the shared weights
+less that, so nothing is stored for it. Where they cannot say it (after `sync`, with
+`keep_residual=False`, or in parameters of half precision), it waits in a vector, `owed`.
+
+The same class exchanges for one rank of a process group, and for R simulated workers in this
+process, which share one copy of the shared weights.
+
+Letters: N = length of a vector; the first D of its `FewBitMean.length` coordinates are sent in few
+bits, small parameters behind them exactly; B elements of buffers; R workers.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradherd.comm.collectives import (
+    all_gather,
+    all_gather_bytes,
+    all_gather_start,
+    all_to_all_bytes,
+    all_to_all_start,
+)
+from gradherd.comm.world import World
+from gradherd.local.mean import FewBitMean
+from gradherd.local.outer import OuterOptimizer
+from gradherd.local.settings import LocalSteps
+
+
+class OutOfStep(RuntimeError):
+    """Workers have taken different numbers of steps, or not all of them have called `sync`."""
+
+
+@dataclass
+class Arrival:
+    """The result of an exchange that was not applied yet."""
+
+    own: list[Tensor]
+    """(N,) weights of each worker when the exchange began."""
+    ok: Tensor | None = None
+    """(2,) int32: whether the exchange counts, and whether this worker's difference was finite."""
+    small: Tensor | None = None
+    """(N - length,) mean of the differences that are sent exactly."""
+    buffers: Tensor | None = None
+    """(B,) mean of the buffers."""
+    mean: Tensor | None = None
+    """(length,) mean of the differences, of an arrival that was loaded; else in the messages."""
+    unsent: Tensor | None = None
+    """(length,) what rounding took, of an arrival that was loaded; else in the messages."""
+    headers: Tensor | None = field(default=None, repr=False)
+    """(R, 4) steps, whether `sync` asks, whether finite, and D of all workers, on the host."""
+    ready: Any = None
+    """CUDA event after which `headers` hold what was sent."""
+
+
+class SharedWeights:
+    """The weights that workers share, and what it takes to exchange the difference to them."""
+
+    def __init__(
+        self,
+        settings: LocalSteps,
+        dim: int,
+        small: int,
+        buffers: int,
+        world: World | int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        shards: World | None = None,
+    ) -> None:
+        """Make room for everything but the weights; `start` gives them.
+
+        Args:
+            settings: What to send, and the outer step.
+            dim: D.
+            small: Elements of small parameters.
+            buffers: B.
+            world: The ranks that exchange, or how many workers to simulate.
+            dtype: Dtype of vectors.
+            device: Device of vectors.
+            shards: The ranks that hold the shards of this replica of a model; None is this one.
+        """
+        simulated = isinstance(world, int)
+        ranks = range(world) if simulated else [world.rank]  # type: ignore[arg-type, union-attr]
+        size = world if simulated else world.size  # type: ignore[union-attr]
+        self._world = None if simulated else world
+        self._shards = World.single() if shards is None else shards
+        self._settings = settings
+        where: dict[str, Any] = {"values": settings.values, "dtype": dtype, "device": device}
+        self.means = [
+            FewBitMean(dim, exact=small + buffers, rank=rank, size=size, **where) for rank in ranks
+        ]
+        self.length, self._small = self.means[0].length, small
+        self._spare: list[Tensor] = []
+        self._device, self._dtype = torch.device(device), dtype
+        self.owed: list[Tensor] | None = None
+        """(N,) what each worker has not sent, where its own weights do not say it."""
+        self.bytes = 0
+        """Bytes that a worker has sent in the last exchange."""
+        self.squares: Tensor | None = None
+        """() sum of squares of what the first worker did not send in the last exchange."""
+
+    @property
+    def numel(self) -> int:
+        """N, the length of a vector."""
+        return self.length + self._small
+
+    def empty(self) -> Tensor:
+        """Return (N,) memory for own weights, which an exchange before may have used."""
+        if self._spare:
+            return self._spare.pop()
+        return torch.zeros(self.numel, dtype=self._dtype, device=self._device)
+
+    def start(self, shared: Tensor) -> None:
+        """Begin with (N,) shared weights."""
+        self.outer = OuterOptimizer(self._settings, shared)
+
+    # The exchange.
+
+    def exchange(
+        self,
+        own: Sequence[Tensor],
+        buffers: Sequence[Tensor] | None = None,
+        position: tuple[int, int] = (0, 0),
+        *,
+        defers: bool = False,
+    ) -> Arrival:
+        """Send what differs from the shared weights, and return what arrives.
+
+        Args:
+            own: (N,) weights of each worker, which are kept as they are.
+            buffers: (B,) of each worker, which are averaged exactly.
+            position: Steps of this worker, and whether `sync` asks: the same everywhere.
+            defers: Whether the host need not learn now if it counts, where that is possible.
+
+        Raises:
+            OutOfStep: `position` is not the same everywhere.
+        """
+        arrival, shared, length = Arrival(list(own)), self.outer.shared, self.length
+        self.bytes = 0
+        for at, (few, weights) in enumerate(zip(self.means, own, strict=True)):
+            owed = None if self.owed is None else self.owed[at]
+            small = shared[length:] - weights[length:]
+            if owed is not None:
+                small += owed[length:]
+            exact = small if buffers is None else torch.cat([small, buffers[at]])
+            few.send(weights, shared, owed, exact, position)
+        self._send_to_owners()
+        few = self.means[0]
+        arrival.headers = headers = few.received.header
+        if defers and few.kernels and self.owed is None and self._settings.keep_residual:
+            arrival.ok = self._verdict_on_device(headers, few.rank)
+            arrival.headers = torch.empty_like(headers, device="cpu", pin_memory=True)
+            arrival.headers.copy_(headers, non_blocking=True)
+            arrival.ready = torch.cuda.current_stream(headers.device).record_event()
+        else:
+            arrival.headers = headers.cpu()
+            arrival.ok = self.all_shards(torch.tensor(self.verdict(arrival), dtype=torch.int32))
+            if not arrival.ok[0]:
+                return arrival
+        for one in self.means:
+            one.own(None if arrival.ready is None else arrival.ok)
+        self._send_to_all()
+        exact = few.exact_mean()
+        arrival.small = exact[: self._small]
+        arrival.buffers = None if buffers is None else exact[self._small :].clone()
+        return arrival
+
+    def _send_to_owners(self) -> None:
+        first = self.means[0]
+        if self._world is not None:
+            sent = all_to_all_start(first.sent.raw, self._world, out=first.received.raw).finished()
+            self.bytes += sent.bytes
+            return
+        for owner in self.means:
+            for one in self.means:
+                owner.received.raw[one.rank] = one.sent.raw[owner.rank]
+        self.bytes += all_to_all_bytes(first.sent.raw, len(self.means))
+
+    def _send_to_all(self) -> None:
+        first = self.means[0]
+        if self._world is not None:
+            out = first.gathered.raw
+            self.bytes += all_gather_start(first.sum.raw[0], self._world, out=out).finished().bytes
+            return
+        for owner in self.means:  # all know the same: one copy of it serves them
+            first.gathered.raw[owner.rank] = owner.sum.raw[0]
+        self.bytes += all_gather_bytes(first.sum.raw[0], len(self.means))
+
+    def verdict(self, arrival: Arrival) -> list[int]:
+        """Return whether an exchange counts, and whether the first worker's difference was finite.
+
+        Raises:
+            OutOfStep: Workers were not at the same position.
+        """
+        if arrival.ready is not None:
+            arrival.ready.synchronize()
+        assert arrival.headers is not None
+        headers = arrival.headers.tolist()
+        if any(header[:2] != headers[0][:2] or header[3] != headers[0][3] for header in headers):
+            raise OutOfStep(f"{[header[:2] for header in headers]}")
+        return [int(all(header[2] for header in headers)), headers[self.means[0].rank][2]]
+
+    def _verdict_on_device(self, headers: Tensor, rank: int) -> Tensor:
+        same = (headers[:, [0, 1, 3]] == headers[0, [0, 1, 3]]).all()
+        return self.all_shards(torch.stack([headers[:, 2].min() * same, headers[rank, 2]]))
+
+    def all_shards(self, ok: Tensor) -> Tensor:
+        """Return int32 flags that hold for the whole model, of which this rank may have a shard."""
+        if self._shards.size == 1:
+            return ok
+        flags, sent = all_gather(ok.to(self._device), self._shards)
+        self.bytes += sent
+        return flags.amin(0).to(ok.device)
+
+    # The outer step.
+
+    @torch.no_grad()
+    def apply(self, arrival: Arrival, *, synced: bool = False, delta: bool = False) -> list[Tensor]:
+        """Move the shared weights; return (N,) with which each worker goes on.
+
+        Args:
+            arrival: What `exchange` returned. Only a deferred one may turn out not to count.
+            synced: Whether all workers go on with equal weights.
+            delta: Return what to add to the present own weights instead.
+        """
+        few, owes = self.means[0], self.owed
+        rest: list[Tensor] | None = None
+        if few.error is not None and (synced or not self._settings.keep_residual):
+            rest = [torch.zeros_like(own) for own in arrival.own] if owes is None else owes
+        if few.kernels and arrival.mean is None:
+            both = rest if owes is None else owes
+            self.squares = few.kernels.apply(
+                few, self.outer, arrival.own[0], None if both is None else both[0],
+                arrival.ok.to(self._device), owes=owes is not None, keeps=rest is None, delta=delta,
+            )  # fmt: skip
+        else:
+            self._apply_blocks(arrival, owes, rest, delta)
+        self._apply_small(arrival, slice(self.length, None), delta)
+        for vector in rest or []:
+            vector[self.length :] = 0
+        self.owed = rest
+        return arrival.own
+
+    def _apply_blocks(
+        self, arrival: Arrival, owes: list[Tensor] | None, rest: list[Tensor] | None, delta: bool
+    ) -> None:
+        """Apply block by block, so that all that is read of a block stays in a CPU's cache.
+
+        `owes` is what was owed before; `rest` receives what is owed now.
+        """
+        shared, first = self.outer.shared, self.means[0]
+        self.squares = torch.zeros((), dtype=torch.float64)
+        for owner, part in first.blocks():
+            at = first.place(owner, part)
+            unsent = [
+                few.unsent(own, shared, None if owes is None else owes[i], owner, part)
+                if arrival.unsent is None
+                else arrival.unsent[at].clone()
+                for i, (few, own) in enumerate(zip(self.means, arrival.own, strict=True))
+            ]
+            self.squares += torch.dot(unsent[0], unsent[0]).cpu()
+            mean = first.mean(owner, part) if arrival.mean is None else arrival.mean[at].clone()
+            self.outer.step(mean, at)
+            for i, (own, left) in enumerate(zip(arrival.own, unsent, strict=True)):
+                if rest is None:
+                    start = torch.sub(shared[at], left, out=left)
+                else:
+                    rest[i][at] = left
+                    start = shared[at]
+                if delta:
+                    torch.sub(start, own[at], out=own[at])
+                else:
+                    own[at] = start
+
+    def _apply_small(self, arrival: Arrival, at: slice, delta: bool) -> None:
+        """Apply to the parameters that were sent exactly; nothing of them is left."""
+        if not self._small:
+            return
+        assert arrival.small is not None and arrival.ok is not None
+        shared, momentum = self.outer.shared[at], self.outer.momentum
+        ok = arrival.ok.to(shared.device)
+        before = shared.clone(), None if momentum is None else momentum[at].clone()
+        self.outer.step(arrival.small.clone(), at)
+        shared.copy_(torch.where(ok[0] == 1, shared, before[0]))
+        if momentum is not None and before[1] is not None:
+            momentum[at] = torch.where(ok[0] == 1, momentum[at], before[1])
+        for own in arrival.own:
+            if delta:
+                own[at] = torch.where(ok[0] == 1, shared - own[at], torch.zeros_like(shared))
+            else:
+                stays = torch.where(ok[1] == 1, own[at], shared)
+                own[at] = torch.where(ok[0] == 1, shared, stays)
+
+    def give_back(self, vectors: Sequence[Tensor]) -> None:
+        """Keep memory for the next exchange, where allocating it takes as long as a pass over it."""
+        if self._device.type == "cpu":
+            self._spare.extend(vectors)
+
+    def owe_rounding(self, exact: Sequence[Tensor], held: Sequence[Tensor]) -> None:
+        """Keep what parameters could `held` not hold of (N,) `exact` weights: half precision."""
+        lost = [after - before for before, after in zip(exact, held, strict=True)]
+        if self.owed is None:
+            self.owed = lost
+        else:
+            self.owed = [one.add_(more) for one, more in zip(self.owed, lost, strict=True)]
+
+    def unsent(self, arrival: Arrival) -> Tensor:
+        """Return (N,) what rounding took from the first worker's difference."""
+        unsent, few = torch.zeros_like(arrival.own[0]), self.means[0]
+        if arrival.unsent is not None:
+            unsent[: self.length] = arrival.unsent
+            return unsent
+        owed = None if self.owed is None else self.owed[0]
+        for owner, part in few.blocks():
+            unsent[few.place(owner, part)] = few.unsent(
+                arrival.own[0], self.outer.shared, owed, owner, part
+            )
+        return unsent
+
+    def whole_mean(self, arrival: Arrival) -> Tensor:
+        """Return (N,) the mean difference that has arrived."""
+        assert arrival.small is not None
+        few, mean = self.means[0], torch.zeros_like(arrival.own[0])
+        mean[self.length :] = arrival.small
+        if arrival.mean is not None:
+            mean[: self.length] = arrival.mean
+            return mean
+        for owner, part in few.blocks():
+            mean[few.place(owner, part)] = few.mean(owner, part)
+        return mean
+
+    def residuals(self) -> list[Tensor]:
+        """Return (N,) what each worker owes beside its own weights; zeros if nothing."""
+        if self.owed is not None:
+            return self.owed
+        return [torch.zeros_like(self.outer.shared) for _ in self.means]
