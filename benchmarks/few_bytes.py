@@ -3,7 +3,7 @@
 A GPT-2 on WikiText-2; R workers of 8 blocks of 128 tokens each, warm-up and cosine, bf16 passes,
 float32 weights. All workers are rows of the same tensors, so a run takes half a minute on an H200.
 `--bytes 256` trains on blocks of 256 bytes of the same text instead of GPT-2's tokens.
-Exchanges are gradherd's own (`VirtualWorkers`, `OuterOptimizer`), with the bytes that ranks would
+Exchanges are gradherd's own (`VirtualWorkers`, `SharedWeights`), with the bytes that ranks would
 send; peers that gradherd does not have are in `few_bytes_peers.py`. Usage:
 
     python -m benchmarks.few_bytes --out few-bytes.jsonl [--arms dense,local-4] [--seeds 0,1,2]
@@ -29,12 +29,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from benchmarks.few_bytes_peers import DeMo, SparseLoCo, TopK, frozen_root
+from benchmarks.few_bytes_peers import DeMo, FewBitGradients, SparseLoCo, TopK, frozen_root
 from torch import Tensor
 
 from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.lab.train.exchanges import LowRankWorkers
-from gradherd.sparsify.local import LocalSteps, OuterOptimizer
+from gradherd.local.exchange import SharedWeights
+from gradherd.local.outer import OuterOptimizer
+from gradherd.local.settings import LocalSteps
 from gradherd.sparsify.settings import make_settings
 from gradherd.sparsify.virtual_workers import VirtualWorkers
 
@@ -168,8 +170,6 @@ class Arm:
     def local_steps(self) -> LocalSteps:
         """Return the settings of the outer step, and of what is sent."""
         given: dict[str, Any] = {"values": self.values, "outer_lr": self.outer_lr}
-        if self.kind == "local":
-            given["method"] = make_settings(self.method, self.density).method
         if self.outer_momentum is not None:
             given["outer_momentum"] = self.outer_momentum
         return LocalSteps(every=self.every, **given)
@@ -190,8 +190,6 @@ ARMS = {
     "exdyna-0.1-int2": Arm("gradients", "exdyna", 0.1, "int2"),
     "preconditioned-0.01": Arm("preconditioned", "exdyna", 0.01),
     "preconditioned-0.05-int4": Arm("preconditioned", "exdyna", 0.05, "int4"),
-    "exdyna-local": replace(LOCAL, method="exdyna", density=0.5, values="int2", every=8,
-                            lr=2.8e-3, outer_lr=0.7, outer_momentum=0.5),
     "topk": Arm("gradients", "own-topk", 0.002),
     "demo": Arm("demo", lr=3e-4),
     "powersgd": Arm("gradients", "powersgd", 0.015),
@@ -227,6 +225,8 @@ def exchange_of(arm: Arm, shape: Shape, workers: int, device: torch.device) -> A
     if arm.method == "powersgd":
         shapes = [size if len(size) == 2 else (1, *size) for size in sizes.values()]
         return LowRankWorkers(shapes, arm.density or 0, workers, device)  # type: ignore[arg-type]
+    if arm.method == "dense":
+        return FewBitGradients(arm.values, dim, workers, device)
     settings = make_settings(arm.method, arm.density, values=arm.values, dense_below=0)
     exchange = VirtualWorkers(settings, dim, workers, device=device)
     exchange.measure_norms = False
@@ -258,17 +258,24 @@ class Run:
         self._shared = shape.start(seed, device)
         dim = len(self._shared)
         own = workers if arm.kind in ("local", "sparseloco") else 1
-        self._weights = self._shared.repeat(own, 1)
-        self._m, self._v = torch.zeros_like(self._weights), torch.zeros_like(self._weights)
-        self._exchange = None
-        if arm.kind != "dense":
-            self._exchange = exchange_of(arm, shape, workers, device)
         local = self._local = arm.local_steps()
-        self._outer = OuterOptimizer(local, self._shared)
+        self._exchange: Any = None
+        if arm.kind == "local":
+            # Rows are padded as vectors of an exchange are; `_weights` is what counts of them.
+            self._exchange = SharedWeights(local, dim, 0, 0, workers, device=device)
+            self._rows = torch.zeros(workers, self._exchange.numel, device=device)
+            self._rows[:, :dim] = self._shared
+            self._exchange.start(self._rows[0].clone())
+            self._shared, self._weights = self._exchange.outer.shared[:dim], self._rows[:, :dim]
+        else:
+            self._weights = self._shared.repeat(own, 1)
+            if arm.kind != "dense":
+                self._exchange = exchange_of(arm, shape, workers, device)
+            self._outer = OuterOptimizer(local, self._shared)
+            self._starts = self._weights.clone()
+        self._m, self._v = torch.zeros_like(self._weights), torch.zeros_like(self._weights)
         factor = local.lr_factor(workers) if arm.kind == "local" else 1.0
         self.lr = DENSE_LR * factor if arm.lr is None else arm.lr
-        # Where this phase began: the shared weights, less what rounding has left on each worker.
-        self._starts = self._weights.clone()
         self._dense_bytes = mean_bytes(dim, workers)
         self.bytes, self._step = 0, 0
         self._losses, self._adamw = fast_functions(shape, device.type)
@@ -327,15 +334,14 @@ class Run:
             grad = self._grads(self._weights, blocks)
         self._adamw(self._weights, grad, self._m, self._v, rate, corrections)
         due = self._step % arm.every == 0 or self._step == self._steps
-        if arm.kind in ("local", "sparseloco") and due:
+        if arm.kind == "local" and due:
+            exchange.apply(exchange.exchange(list(self._rows)))  # in place
+            self.bytes += exchange.bytes
+        elif arm.kind == "sparseloco" and due:
             self._outer.step(exchange.step(self._starts - self._weights))
             self.bytes += exchange.metrics["bytes"]
-            if arm.decay != 1 and isinstance(exchange, VirtualWorkers):
-                for worker in exchange.workers:
-                    worker.feedback.residual.mul_(arm.decay)
-            kept = exchange.residuals() if self._local.keep_residual else 0.0
-            self._starts = (self._shared - kept).expand_as(self._weights)
-            self._weights.copy_(self._starts)
+            self._weights.copy_(self._shared.expand_as(self._weights))
+            self._starts.copy_(self._weights)
 
     def _onebit_adam(self, blocks: Tensor, rate: Tensor, corrections: Tensor) -> None:
         """Adam at first; then its second moment is frozen, and workers send momenta in one bit.

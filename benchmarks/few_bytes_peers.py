@@ -9,6 +9,7 @@ Letters: R workers, D coordinates, k that a worker sends; N chunks of A x B coor
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,33 @@ from torch import Tensor
 
 from gradherd.comm.message_sizes import GROUP
 from gradherd.comm.packing import decode_values, encode_values
+from gradherd.local.exchange import SharedWeights
+from gradherd.local.settings import LocalSteps
 
 PAGE = 65_536
 """An index is an offset of 16 bits in a page; every page has a count."""
+
+
+class FewBitGradients:
+    """All coordinates of every gradient in few bits, with error feedback: 1-bit SGD's exchange.
+
+    It is that of local steps, with shared weights of zero that move by the mean.
+    """
+
+    def __init__(self, values: Any, dim: int, workers: int, device: torch.device) -> None:
+        settings = LocalSteps(every=1, values=values, outer_momentum=0.0, keep_residual=False)
+        self._shared = SharedWeights(settings, dim, 0, 0, workers, device=device)
+        self._shared.start(torch.zeros(self._shared.numel, device=device))
+        self._rows = torch.zeros(workers, self._shared.numel, device=device)
+        self.metrics: dict[str, int] = {}
+
+    def step(self, grads: Tensor) -> Tensor:
+        """Return the mean of (R, D) gradients as all workers get it."""
+        torch.neg(grads, out=self._rows[:, : grads.shape[1]])
+        mean = self._shared.outer.shared.zero_()
+        self._shared.apply(self._shared.exchange(list(self._rows)))
+        self.metrics = {"bytes": self._shared.bytes}
+        return mean[: grads.shape[1]].neg()
 
 
 class TopK:

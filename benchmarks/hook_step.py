@@ -38,7 +38,7 @@ from gradherd.lab.bench.timing import (
     medians_in_turns,
     peak_memory,
 )
-from gradherd.sparsify.local import LocalSteps
+from gradherd.local.settings import LocalSteps
 from gradherd.sparsify.settings import make_settings
 
 _LAYERS = 7

@@ -99,10 +99,14 @@ def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     As `torch.compiler.disable`, which loads the compiler.
     """
 
+    disabled: Callable[..., Any] | None = None
+
     @wraps(function)
     def call(*args: Any) -> Any:
-        compiler = sys.modules.get("torch._dynamo")
-        return function(*args) if compiler is None else compiler.disable(function)(*args)
+        nonlocal disabled
+        if disabled is None and (compiler := sys.modules.get("torch._dynamo")) is not None:
+            disabled = compiler.disable(function)
+        return (disabled or function)(*args)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     return call

@@ -267,15 +267,12 @@ class SharedWeights:
             mean = first.mean(owner, part) if arrival.mean is None else arrival.mean[at].clone()
             self.outer.step(mean, at)
             for i, (own, left) in enumerate(zip(arrival.own, unsent, strict=True)):
-                if rest is None:
-                    start = torch.sub(shared[at], left, out=left)
-                else:
+                if rest is not None:
                     rest[i][at] = left
-                    start = shared[at]
+                    left.zero_()
                 if delta:
-                    torch.sub(start, own[at], out=own[at])
-                else:
-                    own[at] = start
+                    left.add_(own[at])
+                torch.sub(shared[at], left, out=own[at])
 
     def _apply_small(self, arrival: Arrival, at: slice, delta: bool) -> None:
         """Apply to the parameters that were sent exactly; nothing of them is left."""

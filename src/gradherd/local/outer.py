@@ -32,4 +32,6 @@ class OuterOptimizer:
             # As torch.optim.SGD does it; every product is rounded, as in `triton_mean`.
             momentum = self.momentum[at].mul_(settings.outer_momentum).add_(mean)
             direction = mean.add_(momentum.mul(settings.outer_momentum))
-        self.shared[at].sub_(direction.mul_(settings.outer_lr))
+        if settings.outer_lr != 1:
+            direction.mul_(settings.outer_lr)
+        self.shared[at].sub_(direction)
