@@ -232,7 +232,8 @@ class SharedWeights:
         rest: list[Tensor] | None = None
         if few.error is not None and (synced or not self._settings.keep_residual):
             rest = [torch.zeros_like(own) for own in arrival.own] if owes is None else owes
-        if few.kernels and arrival.mean is None:
+        # The kernel moves the shared weights and one worker's own: several share them here.
+        if few.kernels and arrival.mean is None and len(self.means) == 1:
             both = rest if owes is None else owes
             self.squares = few.kernels.apply(
                 few, self.outer, arrival.own[0], None if both is None else both[0],
