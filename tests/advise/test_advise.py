@@ -147,8 +147,8 @@ def test_bytes_are_those_of_the_real_exchange(workers, density, name, method):
 @pytest.mark.parametrize("every", [2, 16])
 def test_bytes_of_local_steps_are_those_of_the_real_exchange(workers, dim, every):
     real = SharedWeights(LocalSteps(every=every), dim, 0, 0, workers)
-    real.start(real.empty())
-    real.exchange([real.empty() for _ in range(workers)])
+    real.start(torch.zeros(real.numel))
+    real.exchange([torch.ones(real.numel) for _ in range(workers)])
     local = predict(setting(params=dim, workers=workers), f"local-{every}").bytes
     assert every * local == pytest.approx(real.bytes, rel=1e-9)
     assert real.bytes == 2 * (workers - 1) * (slice_bytes(dim, workers) if workers > 1 else 0)

