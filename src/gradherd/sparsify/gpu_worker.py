@@ -264,7 +264,7 @@ class GpuSteps:
         accepted, new = consensus.accept_offers(self._rule, state, offers, k, step)
         always = self._placement.always
         at = torch.cat([self._placement.positions(accepted.indices), always])
-        total, error, _ = yield from sum_values(acc[at], len(always), context, form)
+        total, error = yield from sum_values(acc[at], len(always), context, form)
         ok = finite & total.isfinite().all()
         self._finish(at, total / worker.size, error, ok, flats)
         state.update(ok, new)
