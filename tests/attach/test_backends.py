@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradherd.sparsify.virtual_workers import VirtualWorkers
 from tests.attach import backend_work as work
+from tests.local.reference import Reference
 from tests.nccl import BACKENDS, run_over
 
 SIZES = (2, 3)
@@ -35,8 +35,7 @@ def reference(settings, size):
     optimizers = [work.optimizer_of(net) for net in nets]
     targets = [work.targets_of(net, rank) for rank, net in enumerate(nets)]
     small = torch.cat([torch.full((p.numel(),), p.numel() < 256) for p in nets[0].parameters()])
-    behind = torch.argsort(small, stable=True)  # where small parameters lie
-    workers = VirtualWorkers(settings.sent, len(small), size, sparse=int((~small).sum()))
+    few = Reference(int((~small).sum()), size, settings.values)
     shared = nn.Parameter(work.vector(nets[0]))
     momentum = settings.outer_momentum
     outer = torch.optim.SGD([shared], settings.outer_lr, momentum, nesterov=momentum > 0)
@@ -47,11 +46,9 @@ def reference(settings, size):
         return torch.stack([work.vector(net) for net in nets])
 
     def begin():
-        mean, residuals, now = torch.empty(len(small)), torch.empty(size, len(small)), own()
-        mean[behind] = workers.step((starts - now)[:, behind])
-        for worker in workers.workers:
-            worker.decay(settings.decay)
-        residuals[:, behind] = workers.residuals()
+        now = own()
+        mean, residuals = (starts - now).mean(0), torch.zeros(size, len(small))
+        mean[~small], residuals[:, ~small] = few.mean((starts - now)[:, ~small])
         return now, mean, residuals
 
     def apply(before, mean, residuals, keep):
