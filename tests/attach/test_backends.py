@@ -40,6 +40,7 @@ def reference(settings, size):
     momentum = settings.outer_momentum
     outer = torch.optim.SGD([shared], settings.outer_lr, momentum, nesterov=momentum > 0)
     starts, pending = shared.detach().repeat(size, 1), None
+    residuals = torch.zeros(size, len(small))
     path = []
 
     def own():
@@ -47,11 +48,12 @@ def reference(settings, size):
 
     def begin():
         now = own()
-        mean, residuals = (starts - now).mean(0), torch.zeros(size, len(small))
-        mean[~small], residuals[:, ~small] = few.mean((starts - now)[:, ~small])
-        return now, mean, residuals
+        given = starts - now + residuals
+        mean = given.mean(0)
+        mean[~small], residuals[:, ~small] = few.mean(given[:, ~small])
+        return now, mean
 
-    def apply(before, mean, residuals, keep):
+    def apply(before, mean, keep):
         nonlocal starts
         shared.grad = mean
         outer.step()
