@@ -262,7 +262,7 @@ class Run:
         self._exchange: Any = None
         if arm.kind == "local":
             # Rows are padded as vectors of an exchange are; `_weights` is what counts of them.
-            self._exchange = SharedWeights(local, dim, 0, 0, workers, device=device)
+            self._exchange = SharedWeights.simulate(local, dim, 0, 0, workers, device=device)
             self._rows = torch.zeros(workers, self._exchange.numel, device=device)
             self._rows[:, :dim] = self._shared
             self._exchange.start(self._rows[0].clone())

@@ -32,7 +32,7 @@ class FewBitGradients:
 
     def __init__(self, values: Any, dim: int, workers: int, device: torch.device) -> None:
         settings = LocalSteps(every=1, values=values, outer_momentum=0.0, keep_residual=False)
-        self._shared = SharedWeights(settings, dim, 0, 0, workers, device=device)
+        self._shared = SharedWeights.simulate(settings, dim, 0, 0, workers, device=device)
         self._shared.start(torch.zeros(self._shared.numel, device=device))
         self._rows = torch.zeros(workers, self._shared.numel, device=device)
         self.metrics: dict[str, int] = {}

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from gradherd.hooks.attach import attach as attach
     from gradherd.hooks.herd import Herd as Herd
     from gradherd.hooks.state import merge_states as merge_states
+    from gradherd.local.settings import LocalSteps as LocalSteps
     from gradherd.ordering.grab import GraB as GraB
     from gradherd.ordering.pair_grab import CDGraB as CDGraB
     from gradherd.ordering.pair_grab import PairGraB as PairGraB
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from gradherd.rows.settings import TwoSidedRows as TwoSidedRows
     from gradherd.sparsify.basics import Dense as Dense
     from gradherd.sparsify.basics import TopK as TopK
-    from gradherd.local.settings import LocalSteps as LocalSteps
     from gradherd.sparsify.partitioned import ExDyna as ExDyna
     from gradherd.sparsify.partitioned import Micro as Micro
     from gradherd.sparsify.registry import SPARSIFIERS as SPARSIFIERS

@@ -98,7 +98,6 @@ def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     As `torch.compiler.disable`, which loads the compiler.
     """
-
     disabled: Callable[..., Any] | None = None
 
     @wraps(function)

@@ -19,15 +19,16 @@ from gradherd.hooks.bucket_hook import hook_is_free
 from gradherd.hooks.coordinated_hook import CoordinatedHook, ShardedCoordination
 from gradherd.hooks.exchange import ModelExchange
 from gradherd.hooks.feedback import OrderFeedback, is_attached
+from gradherd.hooks.flat_weights import float_buffers
 from gradherd.hooks.fsdp import ShardedWorlds, check_parameters, fsdp_modules
 from gradherd.hooks.herd import Herd
-from gradherd.hooks.flat_weights import float_buffers
 from gradherd.hooks.local_steps import LocalExchange
 from gradherd.hooks.parameter_hooks import stepping_optimizer
 from gradherd.hooks.row_sources import RowSource, make_row_source
 from gradherd.hooks.sparse_hook import ShardedSparseHook, SparseHook, sparsifiable
 from gradherd.hooks.state import check_row_length
 from gradherd.hooks.transports import GatheringTransport, RowTransport
+from gradherd.local.settings import LocalSteps
 from gradherd.ordering.coordination import scatters_columns
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.layer_plan import unwrap_model
@@ -38,7 +39,6 @@ from gradherd.rows.settings import (
     resolve_rows,
     row_length,
 )
-from gradherd.local.settings import LocalSteps
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
 from gradherd.torch_names import uncompiled
@@ -250,7 +250,9 @@ def _check_exchange(
     if local is not None and not isinstance(local, LocalSteps):
         raise ValueError(f"local must be gh.LocalSteps(), got {local!r}")
     if local is not None and sparsify is not None:
-        raise ValueError("give local or sparsify, not both: local steps send all coordinates in few bits")
+        raise ValueError(
+            "give local or sparsify, not both: local steps send all coordinates in few bits"
+        )
     if local is not None and scaler is not None:
         # GradScaler.step() leaves the optimizer's step out on the ranks that have overflowed.
         raise ValueError(

@@ -195,7 +195,8 @@ class LocalExchange(ModelExchange):
         """
         self._settle()
         self._weights.check_trainable()
-        own = [self._weights.read(self._shared.empty())]
+        own = self._shared.room()
+        self._weights.read(own[0])
         buffers = self._weights.read_buffers()
         position, steps = (self._steps, int(forced)), self._taken
         self._taken = 0
@@ -249,13 +250,11 @@ class LocalExchange(ModelExchange):
         arrival, self._arrival = self._arrival, None
         assert arrival is not None
         if arrival.ready is None and not self._counts(arrival):
-            self._shared.give_back(arrival.own)
             return
         # Nothing right after `_begin`, so that `sync` leaves equal bits on all ranks.
         beside = self._thread is not None and not synced and self._taken > 0
         (new,) = self._shared.apply(arrival, synced=synced, delta=beside)
         self._write(new.add_(self._weights.read()) if beside else new)
-        self._shared.give_back([new])
         if arrival.buffers is not None:
             self._weights.write_buffers(arrival.buffers)
         self._synced = synced or not self._settings.keep_residual
@@ -404,9 +403,7 @@ class LocalExchange(ModelExchange):
         merged = state.get("rank", 0) is None
         for key, own in self._identity().items():
             if not (merged and key in ("rank", "workers")) and state.get(key) != own:
-                raise ValueError(
-                    f"{self.key} state has {key} {state.get(key)!r}, expected {own!r}"
-                )
+                raise ValueError(f"{self.key} state has {key} {state.get(key)!r}, expected {own!r}")
         if "snapshot" in state and not self._settings.overlap:
             raise ValueError(
                 "local state has an exchange under way: it was saved with overlap=True, so attach "

@@ -66,11 +66,12 @@ class SharedWeights:
         dim: int,
         small: int,
         buffers: int,
-        world: World | int,
+        world: World,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         shards: World | None = None,
+        simulated: bool = False,
     ) -> None:
         """Make room for everything but the weights; `start` gives them.
 
@@ -79,24 +80,24 @@ class SharedWeights:
             dim: D.
             small: Elements of small parameters.
             buffers: B.
-            world: The ranks that exchange, or how many workers to simulate.
+            world: The ranks that exchange.
             dtype: Dtype of vectors.
             device: Device of vectors.
             shards: The ranks that hold the shards of this replica of a model; None is this one.
+            simulated: Whether all workers of `world` are in this process.
         """
-        simulated = isinstance(world, int)
-        ranks = range(world) if simulated else [world.rank]  # type: ignore[arg-type, union-attr]
-        size = world if simulated else world.size  # type: ignore[union-attr]
-        self._world = None if simulated else world
+        ranks = range(world.size) if simulated else [world.rank]
+        self._world, self._simulated = world, simulated
         self._shards = World.single() if shards is None else shards
         self._settings = settings
         where: dict[str, Any] = {"values": settings.values, "dtype": dtype, "device": device}
         self.means = [
-            FewBitMean(dim, exact=small + buffers, rank=rank, size=size, **where) for rank in ranks
+            FewBitMean(dim, exact=small + buffers, rank=rank, size=world.size, **where)
+            for rank in ranks
         ]
         self.length, self._small = self.means[0].length, small
-        self._spare: list[Tensor] = []
-        self._device, self._dtype = torch.device(device), dtype
+        self._device = torch.device(device)
+        self._room: list[Tensor] | None = None
         self.owed: list[Tensor] | None = None
         """(N,) what each worker has not sent, where its own weights do not say it."""
         self.bytes = 0
@@ -109,11 +110,21 @@ class SharedWeights:
         """N, the length of a vector."""
         return self.length + self._small
 
-    def empty(self) -> Tensor:
-        """Return (N,) memory for own weights, which an exchange before may have used."""
-        if self._spare:
-            return self._spare.pop()
-        return torch.zeros(self.numel, dtype=self._dtype, device=self._device)
+    def room(self) -> list[Tensor]:
+        """Return (N,) memory for the own weights of each worker, until the next call."""
+        if self._device.type != "cpu":
+            return [torch.empty_like(self.outer.shared) for _ in self.means]
+        if self._room is None:  # Allocating it takes a CPU as long as a pass over it.
+            self._room = [torch.zeros_like(self.outer.shared) for _ in self.means]
+        return self._room
+
+    @classmethod
+    def simulate(
+        cls, settings: LocalSteps, dim: int, small: int, buffers: int, workers: int, **where: Any
+    ) -> "SharedWeights":
+        """Return the exchange of all workers in this process; arguments are those of a rank."""
+        world = World(0, workers)
+        return cls(settings, dim, small, buffers, world, simulated=True, **where)
 
     def start(self, shared: Tensor) -> None:
         """Begin with (N,) shared weights."""
@@ -159,20 +170,22 @@ class SharedWeights:
             arrival.ready = torch.cuda.current_stream(headers.device).record_event()
         else:
             arrival.headers = headers.cpu()
-            arrival.ok = self.all_shards(torch.tensor(self.verdict(arrival), dtype=torch.int32))
+            arrival.ok = torch.tensor(self.verdict(arrival), dtype=torch.int32)
+            if self._shards.size > 1:
+                arrival.ok = self.all_shards(arrival.ok)
             if not arrival.ok[0]:
                 return arrival
         for one in self.means:
             one.own(None if arrival.ready is None else arrival.ok)
         self._send_to_all()
-        exact = few.exact_mean()
+        exact = few.gathered.exact.reshape(-1)
         arrival.small = exact[: self._small]
-        arrival.buffers = None if buffers is None else exact[self._small :].clone()
+        arrival.buffers = None if buffers is None else exact[self._small : few.exact].clone()
         return arrival
 
     def _send_to_owners(self) -> None:
         first = self.means[0]
-        if self._world is not None:
+        if not self._simulated:
             sent = all_to_all_start(first.sent.raw, self._world, out=first.received.raw).finished()
             self.bytes += sent.bytes
             return
@@ -183,7 +196,7 @@ class SharedWeights:
 
     def _send_to_all(self) -> None:
         first = self.means[0]
-        if self._world is not None:
+        if not self._simulated:
             out = first.gathered.raw
             self.bytes += all_gather_start(first.sum.raw[0], self._world, out=out).finished().bytes
             return
@@ -228,6 +241,7 @@ class SharedWeights:
             synced: Whether all workers go on with equal weights.
             delta: Return what to add to the present own weights instead.
         """
+        assert arrival.ok is not None
         few, owes = self.means[0], self.owed
         rest: list[Tensor] | None = None
         if few.error is not None and (synced or not self._settings.keep_residual):
@@ -255,10 +269,9 @@ class SharedWeights:
         """
         shared, first = self.outer.shared, self.means[0]
         self.squares = torch.zeros((), dtype=torch.float64)
-        for owner, part in first.blocks():
-            at = first.place(owner, part)
+        for owner, part, at in first.blocks():
             unsent = [
-                few.unsent(own, shared, None if owes is None else owes[i], owner, part)
+                few.unsent(own, shared, None if owes is None else owes[i], owner, part, at)
                 if arrival.unsent is None
                 else arrival.unsent[at].clone()
                 for i, (few, own) in enumerate(zip(self.means, arrival.own, strict=True))
@@ -293,11 +306,6 @@ class SharedWeights:
                 stays = torch.where(ok[1] == 1, own[at], shared)
                 own[at] = torch.where(ok[0] == 1, shared, stays)
 
-    def give_back(self, vectors: Sequence[Tensor]) -> None:
-        """Keep memory for the next exchange, where allocating it takes as long as a pass over it."""
-        if self._device.type == "cpu":
-            self._spare.extend(vectors)
-
     def owe_rounding(self, exact: Sequence[Tensor], held: Sequence[Tensor]) -> None:
         """Keep what parameters could `held` not hold of (N,) `exact` weights: half precision."""
         lost = [after - before for before, after in zip(exact, held, strict=True)]
@@ -313,10 +321,8 @@ class SharedWeights:
             unsent[: self.length] = arrival.unsent
             return unsent
         owed = None if self.owed is None else self.owed[0]
-        for owner, part in few.blocks():
-            unsent[few.place(owner, part)] = few.unsent(
-                arrival.own[0], self.outer.shared, owed, owner, part
-            )
+        for owner, part, at in few.blocks():
+            unsent[at] = few.unsent(arrival.own[0], self.outer.shared, owed, owner, part, at)
         return unsent
 
     def whole_mean(self, arrival: Arrival) -> Tensor:
@@ -327,8 +333,8 @@ class SharedWeights:
         if arrival.mean is not None:
             mean[: self.length] = arrival.mean
             return mean
-        for owner, part in few.blocks():
-            mean[few.place(owner, part)] = few.mean(owner, part)
+        for owner, part, at in few.blocks():
+            mean[at] = few.mean(owner, part)
         return mean
 
     def residuals(self) -> list[Tensor]:

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from gradherd.comm.message_sizes import VALUE_BITS
 from gradherd.comm.script import AllGather, Script, run
 from gradherd.comm.world import World
 from gradherd.gpu import captured, has_triton
 from gradherd.sparsify import consensus, kernels
-from gradherd.comm.message_sizes import VALUE_BITS
 from gradherd.sparsify.partitioned import Partitioned
 from gradherd.sparsify.selecting import step_metrics
 from gradherd.sparsify.selector import StepContext, target_count
@@ -264,7 +264,7 @@ class GpuSteps:
         accepted, new = consensus.accept_offers(self._rule, state, offers, k, step)
         always = self._placement.always
         at = torch.cat([self._placement.positions(accepted.indices), always])
-        total, error, _ = yield from sum_values(acc[at], len(always), context, form)
+        total, error = yield from sum_values(acc[at], len(always), context, form)
         ok = finite & total.isfinite().all()
         self._finish(at, total / worker.size, error, ok, flats)
         state.update(ok, new)
