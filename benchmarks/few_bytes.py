@@ -335,7 +335,7 @@ class Run:
         self._adamw(self._weights, grad, self._m, self._v, rate, corrections)
         due = self._step % arm.every == 0 or self._step == self._steps
         if arm.kind == "local" and due:
-            exchange.apply(exchange.exchange(list(self._rows)))  # in place
+            exchange.exchange(list(self._rows))  # in place
             self.bytes += exchange.bytes
         elif arm.kind == "sparseloco" and due:
             self._outer.step(exchange.step(self._starts - self._weights))

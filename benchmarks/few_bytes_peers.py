@@ -41,7 +41,7 @@ class FewBitGradients:
         """Return the mean of (R, D) gradients as all workers get it."""
         torch.neg(grads, out=self._rows[:, : grads.shape[1]])
         mean = self._shared.outer.shared.zero_()
-        self._shared.apply(self._shared.exchange(list(self._rows)))
+        self._shared.exchange(list(self._rows))
         self.metrics = {"bytes": self._shared.bytes}
         return mean[: grads.shape[1]].neg()
 

@@ -351,7 +351,7 @@ def _exdyna(setting: Setting, form: ValueFormat = "fp32") -> Traffic:
 
 def _local(setting: Setting, every: int) -> Traffic:
     """Predict local steps: after every `every` steps, one bit for each coordinate, each way."""
-    ranks, share = setting.workers, slice_bytes(setting.params, setting.workers)
+    ranks, share = setting.workers, slice_bytes(math.ceil(setting.params), setting.workers)
     seconds = all_to_all_seconds(share * ranks, ranks, setting.link)
     return (Traffic(seconds, share * (ranks - 1)) + _gathered(setting, share)).every(every)
 

@@ -12,7 +12,7 @@ bits, small parameters behind them exactly; B elements of buffers; R workers.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,24 +37,18 @@ class OutOfStep(RuntimeError):
 
 @dataclass
 class Arrival:
-    """The result of an exchange that was not applied yet."""
+    """The result of an exchange."""
 
-    own: list[Tensor]
-    """(N,) weights of each worker when the exchange began."""
+    weights: list[Tensor]
+    """(N,) with which each worker goes on, or what it is to add to its own weights of then."""
     ok: Tensor | None = None
     """(2,) int32: whether the exchange counts, and whether this worker's difference was finite."""
-    small: Tensor | None = None
-    """(N - length,) mean of the differences that are sent exactly."""
     buffers: Tensor | None = None
     """(B,) mean of the buffers."""
-    mean: Tensor | None = None
-    """(length,) mean of the differences, of an arrival that was loaded; else in the messages."""
-    unsent: Tensor | None = None
-    """(length,) what rounding took, of an arrival that was loaded; else in the messages."""
-    headers: Tensor | None = field(default=None, repr=False)
+    headers: Tensor | None = None
     """(R, 4) steps, whether `sync` asks, whether finite, and D of all workers, on the host."""
     ready: Any = None
-    """CUDA event after which `headers` hold what was sent."""
+    """CUDA event after which `headers` hold what was sent, if the host was not to wait for it."""
 
 
 class SharedWeights:
@@ -132,38 +126,43 @@ class SharedWeights:
 
     # The exchange.
 
+    @torch.no_grad()
     def exchange(
         self,
-        own: Sequence[Tensor],
+        own: list[Tensor],
         buffers: Sequence[Tensor] | None = None,
         position: tuple[int, int] = (0, 0),
         *,
+        delta: bool = False,
         defers: bool = False,
     ) -> Arrival:
-        """Send what differs from the shared weights, and return what arrives.
+        """Send what differs from the shared weights, and move them by the mean that arrives.
 
         Args:
-            own: (N,) weights of each worker, which are kept as they are.
+            own: (N,) weights of each worker; they become the `weights` of the result.
             buffers: (B,) of each worker, which are averaged exactly.
-            position: Steps of this worker, and whether `sync` asks: the same everywhere.
+            position: Steps of this worker, and whether all go on with equal weights (`sync`): the
+                same everywhere.
+            delta: Return what to add to the own weights of later, which have moved on.
             defers: Whether the host need not learn now if it counts, where that is possible.
 
         Raises:
             OutOfStep: `position` is not the same everywhere.
         """
-        arrival, shared, length = Arrival(list(own)), self.outer.shared, self.length
+        arrival, shared, length = Arrival(own), self.outer.shared, self.length
+        synced, few = bool(position[1]), self.means[0]
         self.bytes = 0
-        for at, (few, weights) in enumerate(zip(self.means, own, strict=True)):
+        for at, (one, weights) in enumerate(zip(self.means, own, strict=True)):
             owed = None if self.owed is None else self.owed[at]
             small = shared[length:] - weights[length:]
             if owed is not None:
                 small += owed[length:]
             exact = small if buffers is None else torch.cat([small, buffers[at]])
-            few.send(weights, shared, owed, exact, position)
+            one.send(weights, shared, owed, exact, position)
         self._send_to_owners()
-        few = self.means[0]
-        arrival.headers = headers = few.received.header
-        if defers and few.kernels and self.owed is None and self._settings.keep_residual:
+        headers = few.received.header
+        keeps = self._settings.keep_residual and not synced
+        if defers and few.kernels and keeps and self.owed is None:
             arrival.ok = self._verdict_on_device(headers, few.rank)
             arrival.headers = torch.empty_like(headers, device="cpu", pin_memory=True)
             arrival.headers.copy_(headers, non_blocking=True)
@@ -179,8 +178,25 @@ class SharedWeights:
             one.own(None if arrival.ready is None else arrival.ok)
         self._send_to_all()
         exact = few.gathered.exact.reshape(-1)
-        arrival.small = exact[: self._small]
-        arrival.buffers = None if buffers is None else exact[self._small : few.exact].clone()
+        if buffers is not None:
+            arrival.buffers = exact[self._small : few.exact].clone()
+        owes, rest = self.owed, None
+        if few.error is not None and not keeps:
+            rest = [torch.zeros_like(one) for one in own] if owes is None else owes
+        ok = arrival.ok.to(self._device)
+        if few.kernels:
+            both = rest if owes is None else owes
+            self.squares = few.kernels.apply(
+                few, self.outer, own[0], None if both is None else both[0], ok,
+                owes=owes is not None, keeps=keeps, delta=delta,
+            )  # fmt: skip
+        else:
+            self._apply(own, owes, rest, delta)
+        if self._small:
+            self._apply_small(own, exact[: self._small].clone(), ok, delta)
+        for vector in rest or []:
+            vector[length:] = 0
+        self.owed = rest
         return arrival
 
     def _send_to_owners(self) -> None:
@@ -232,38 +248,10 @@ class SharedWeights:
 
     # The outer step.
 
-    @torch.no_grad()
-    def apply(self, arrival: Arrival, *, synced: bool = False, delta: bool = False) -> list[Tensor]:
-        """Move the shared weights; return (N,) with which each worker goes on.
-
-        Args:
-            arrival: What `exchange` returned. Only a deferred one may turn out not to count.
-            synced: Whether all workers go on with equal weights.
-            delta: Return what to add to the present own weights instead.
-        """
-        assert arrival.ok is not None
-        few, owes = self.means[0], self.owed
-        rest: list[Tensor] | None = None
-        if few.error is not None and (synced or not self._settings.keep_residual):
-            rest = [torch.zeros_like(own) for own in arrival.own] if owes is None else owes
-        if few.kernels and arrival.mean is None:
-            both = rest if owes is None else owes
-            self.squares = few.kernels.apply(
-                few, self.outer, arrival.own[0], None if both is None else both[0],
-                arrival.ok.to(self._device), owes=owes is not None, keeps=rest is None, delta=delta,
-            )  # fmt: skip
-        else:
-            self._apply_blocks(arrival, owes, rest, delta)
-        self._apply_small(arrival, slice(self.length, None), delta)
-        for vector in rest or []:
-            vector[self.length :] = 0
-        self.owed = rest
-        return arrival.own
-
-    def _apply_blocks(
-        self, arrival: Arrival, owes: list[Tensor] | None, rest: list[Tensor] | None, delta: bool
+    def _apply(
+        self, own: list[Tensor], owes: list[Tensor] | None, rest: list[Tensor] | None, delta: bool
     ) -> None:
-        """Apply block by block, so that all that is read of a block stays in a CPU's cache.
+        """Move the shared weights block by block, so that what is read of one stays cached.
 
         `owes` is what was owed before; `rest` receives what is owed now.
         """
@@ -271,40 +259,34 @@ class SharedWeights:
         self.squares = torch.zeros((), dtype=torch.float64)
         for owner, part, at in first.blocks():
             unsent = [
-                few.unsent(own, shared, None if owes is None else owes[i], owner, part, at)
-                if arrival.unsent is None
-                else arrival.unsent[at].clone()
-                for i, (few, own) in enumerate(zip(self.means, arrival.own, strict=True))
+                few.unsent(weights, shared, None if owes is None else owes[i], owner, part, at)
+                for i, (few, weights) in enumerate(zip(self.means, own, strict=True))
             ]
             self.squares += torch.dot(unsent[0], unsent[0]).cpu()
-            mean = first.mean(owner, part) if arrival.mean is None else arrival.mean[at].clone()
-            self.outer.step(mean, at)
-            for i, (own, left) in enumerate(zip(arrival.own, unsent, strict=True)):
+            self.outer.step(first.mean(owner, part), at)
+            for i, (weights, left) in enumerate(zip(own, unsent, strict=True)):
                 if rest is not None:
                     rest[i][at] = left
                     left.zero_()
                 if delta:
-                    left.add_(own[at])
-                torch.sub(shared[at], left, out=own[at])
+                    left.add_(weights[at])
+                torch.sub(shared[at], left, out=weights[at])
 
-    def _apply_small(self, arrival: Arrival, at: slice, delta: bool) -> None:
+    def _apply_small(self, own: list[Tensor], mean: Tensor, ok: Tensor, delta: bool) -> None:
         """Apply to the parameters that were sent exactly; nothing of them is left."""
-        if not self._small:
-            return
-        assert arrival.small is not None and arrival.ok is not None
+        at, counts, finite = slice(self.length, None), ok[0] == 1, ok[1] == 1
         shared, momentum = self.outer.shared[at], self.outer.momentum
-        ok = arrival.ok.to(shared.device)
         before = shared.clone(), None if momentum is None else momentum[at].clone()
-        self.outer.step(arrival.small.clone(), at)
-        shared.copy_(torch.where(ok[0] == 1, shared, before[0]))
+        self.outer.step(mean, at)
+        shared.copy_(torch.where(counts, shared, before[0]))
         if momentum is not None and before[1] is not None:
-            momentum[at] = torch.where(ok[0] == 1, momentum[at], before[1])
-        for own in arrival.own:
+            momentum[at] = torch.where(counts, momentum[at], before[1])
+        for weights in own:
             if delta:
-                own[at] = torch.where(ok[0] == 1, shared - own[at], torch.zeros_like(shared))
+                weights[at] = torch.where(counts, shared - weights[at], 0)
             else:
-                stays = torch.where(ok[1] == 1, own[at], shared)
-                own[at] = torch.where(ok[0] == 1, shared, stays)
+                stays = torch.where(finite, weights[at], shared)
+                weights[at] = torch.where(counts, shared, stays)
 
     def owe_rounding(self, exact: Sequence[Tensor], held: Sequence[Tensor]) -> None:
         """Keep what parameters could `held` not hold of (N,) `exact` weights: half precision."""
@@ -313,29 +295,6 @@ class SharedWeights:
             self.owed = lost
         else:
             self.owed = [one.add_(more) for one, more in zip(self.owed, lost, strict=True)]
-
-    def unsent(self, arrival: Arrival) -> Tensor:
-        """Return (N,) what rounding took from the first worker's difference."""
-        unsent, few = torch.zeros_like(arrival.own[0]), self.means[0]
-        if arrival.unsent is not None:
-            unsent[: self.length] = arrival.unsent
-            return unsent
-        owed = None if self.owed is None else self.owed[0]
-        for owner, part, at in few.blocks():
-            unsent[at] = few.unsent(arrival.own[0], self.outer.shared, owed, owner, part, at)
-        return unsent
-
-    def whole_mean(self, arrival: Arrival) -> Tensor:
-        """Return (N,) the mean difference that has arrived."""
-        assert arrival.small is not None
-        few, mean = self.means[0], torch.zeros_like(arrival.own[0])
-        mean[self.length :] = arrival.small
-        if arrival.mean is not None:
-            mean[: self.length] = arrival.mean
-            return mean
-        for owner, part, at in few.blocks():
-            mean[at] = few.mean(owner, part)
-        return mean
 
     def residuals(self) -> list[Tensor]:
         """Return (N,) what each worker owes beside its own weights; zeros if nothing."""

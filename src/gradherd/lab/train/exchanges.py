@@ -186,8 +186,8 @@ class LocalModels(VirtualExchange):
             ]
             read = [weights.read_buffers() for weights in self._weights]
             buffers = [flat for flat in read if flat is not None]
-            position = self._steps, int(forced)
-            self._arrival = self._shared.exchange(own, buffers or None, position)
+            position, beside = (self._steps, int(forced)), self._settings.overlap and not forced
+            self._arrival = self._shared.exchange(own, buffers or None, position, delta=beside)
             counters.bytes += self._shared.bytes
             self._taken = 0
         if forced or not self._settings.overlap:
@@ -206,8 +206,7 @@ class LocalModels(VirtualExchange):
                 self._go_on_alone()
                 return
             self._called_off = 0
-            beside = self._settings.overlap and not synced and self._taken > 0
-            starts = self._shared.apply(arrival, synced=synced, delta=beside)
+            beside, starts = self._settings.overlap and not synced, arrival.weights
             for weights, new in zip(self._weights, starts, strict=True):
                 weights.write(new.add_(weights.read()) if beside else new)
                 if arrival.buffers is not None:
