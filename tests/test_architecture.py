@@ -18,7 +18,7 @@ from gradherd.lab.ranks import run_ranks
 ROOT = Path(gh.__file__).parent
 THREAD = ("ordering/coordination.py", "StepComparison.compare")
 """The first item of the thread, whose items come last on the page."""
-BESIDE = {"sparsify/triton_signs.py"}
+BESIDE = {"local/triton_mean.py"}
 """Files of local steps on a GPU, which are not traced."""
 PAGE = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text()
 
@@ -26,7 +26,7 @@ PAGE = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text()
 def listed(title: str) -> tuple[list[tuple[str, str]], set[str]]:
     """Return the numbered (file, function) of a section of the page, and all files in it."""
     section = re.split(rf"^## {title}$", PAGE, flags=re.M)[1].split("\n## ")[0]
-    files = r"`((?:(?:hooks|comm|ordering|sparsify|rows)/)?\w+\.py)`"
+    files = r"`((?:(?:hooks|comm|local|ordering|sparsify|rows)/)?\w+\.py)`"
     numbered = re.findall(rf"^\d+\. {files}, `([\w.]+)`:", section, re.M)
     assert len(numbered) == len(re.findall(r"^\d+\. ", section, re.M)) <= 12
     return numbered, set(re.findall(files, section))

@@ -11,7 +11,7 @@ import pytest
 
 MODULES = [
     "tests/sparsify/test_triton_kernels.py",
-    "tests/sparsify/test_triton_signs.py",
+    "tests/local/test_triton_mean.py",
     "tests/ordering/test_triton_gram.py",
     "tests/ordering/test_device_signs.py",
     "tests/rows/test_triton_layers.py",

@@ -97,10 +97,13 @@ WRONG = [
     (lambda: gh.Sparsify(method="exdyna", warmup_from="a"), "warmup_from must be a number"),
     (lambda: gh.Sparsify(method="exdyna", warmup_steps=1.5), "warmup_steps must be a whole number"),
     (lambda: gh.LocalSteps(every="30"), "every must be a whole number, got '30'"),
-    (lambda: gh.LocalSteps(decay="a"), "decay must be a number, got 'a'"),
     (lambda: gh.LocalSteps(outer_lr=None), "outer_lr must be a number, got None"),
-    (lambda: gh.LocalSteps(method=0.02), "method must be a sparsifier .* got 0.02"),
-    (lambda: gh.LocalSteps(overlap=True, delay=99), "delay must be an integer in"),
+    (lambda: gh.LocalSteps(outer_momentum=1), "outer_momentum must be in .0, 1., got 1"),
+    (lambda: gh.LocalSteps(values="int3"), "values must be .* got 'int3'"),
+    (lambda: gh.LocalSteps(overlap="x"), "overlap must be True or False, got 'x'"),
+    (lambda: gh.LocalSteps(values="fp32", keep_residual=True), "fp32 leaves no residual"),
+    (lambda: gh.LocalSteps(dense_below=-1), "dense_below must be at least 0, got -1"),
+    (lambda: gh.Sparsify(method="dense", values="int1"), "local=gh.LocalSteps.every=1"),
     (lambda: gh.SketchRows(size="a"), "size must be a whole number, got 'a'"),
     (lambda: gh.TwoSidedRows(rank="a"), "rank must be a whole number, got 'a'"),
     (lambda: gh.Walk(c="a"), "c must be a number, got 'a'"),
@@ -123,4 +126,4 @@ def test_wrong_arguments_are_named_with_their_value():
 
 def test_numbers_of_other_libraries_are_numbers():
     assert len(sampler(batch_size=np.int64(4), seed=np.int32(3))) == 32
-    assert gh.LocalSteps(decay=np.float32(0.5), outer_lr=1).decay == 0.5
+    assert gh.LocalSteps(outer_momentum=np.float32(0.5), outer_lr=1).outer_momentum == 0.5

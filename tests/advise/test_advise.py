@@ -35,14 +35,15 @@ from gradherd.cli.advise import AdviseCommand
 from gradherd.cli.main import main
 from gradherd.cli.options import density_for
 from gradherd.cli.replay import ReplaySparsifyCommand
+from gradherd.comm.message_sizes import DEFAULT_DENSITY, slice_bytes
 from gradherd.comm.script import AllReduceSmall
 from gradherd.lab.bench.calibrate import wide_model
 from gradherd.lab.text import in_bytes
+from gradherd.local.exchange import SharedWeights
+from gradherd.local.settings import LocalSteps
 from gradherd.ordering.coordination import BATCHES_PER_GATHER as EVERY
 from gradherd.rows.settings import SketchRows
 from gradherd.sparsify.basics import TopK
-from gradherd.sparsify.local import LocalSteps
-from gradherd.comm.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.partitioned import ExDyna
 from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.settings import Sparsify
@@ -145,13 +146,12 @@ def test_bytes_are_those_of_the_real_exchange(workers, density, name, method):
 @pytest.mark.parametrize("dim", [500, 300_000])
 @pytest.mark.parametrize("every", [2, 16])
 def test_bytes_of_local_steps_are_those_of_the_real_exchange(workers, dim, every):
-    """Small vectors are sent in one round, and so are those of two workers."""
-    real = VirtualWorkers(Sparsify(method="dense", values="int1"), dim, workers)
-    for _ in range(2):
-        real.step(torch.randn(workers, dim))
+    real = SharedWeights(LocalSteps(every=every), dim, 0, 0, workers)
+    real.start(torch.zeros(real.numel))
+    real.exchange([torch.ones(real.numel) for _ in range(workers)])
     local = predict(setting(params=dim, workers=workers), f"local-{every}").bytes
-    positions = 16 * (workers - 1)
-    assert every * local == pytest.approx(real.metrics["bytes"] + positions, rel=1e-9)
+    assert every * local == pytest.approx(real.bytes, rel=1e-9)
+    assert real.bytes == 2 * (workers - 1) * (slice_bytes(dim, workers) if workers > 1 else 0)
 
 
 def test_bytes_of_ordering_are_those_of_the_real_one():
@@ -169,10 +169,9 @@ def test_bytes_of_ordering_are_those_of_the_real_one():
 def test_local_steps_share_one_exchange():
     one = setting(params=4 * 2**20, link=MEGABYTE, overheads={"local": 0.6})
     local = predict(one, "local-4")
-    # Two short rounds; then 17 bits for each 16 coordinates, 3 of 4 slices, there and back.
-    slices = 3 * 17 / 16 * 2**20 / 8
-    assert 4 * local.bytes == 3 * (16 + 4) + 2 * slices
-    hops = 2 * 0.02 + 0.03 + 0.02  # log2 R, but 3 to send slices directly
+    # A header, then 17 bits for each 16 coordinates; 3 of 4 slices, there and back.
+    assert 4 * local.bytes == 2 * 3 * (16 + 17 / 16 * 2**20 / 8)
+    hops = 0.03 + 0.02  # 3 to send slices directly, then log2 R
     assert 4 * local.exchange_seconds == pytest.approx(hops + 4e-6 * local.bytes)
     assert local.overhead_seconds == pytest.approx(0.15)
     assert predict(one, "local-16").exchange_seconds == local.exchange_seconds / 4
@@ -335,7 +334,7 @@ def test_code_can_be_pasted(exchange):
     method, _, detail = exchange.partition("-")
     if method == "local":
         assert call["optimizer"] == "adamw" and call["local"].every == int(detail)
-        assert (call["local"].method, call["local"].values) == (gh.Dense(), "int1")
+        assert call["local"].values == "int1"
     elif method in ("topk", "exdyna"):
         sent = call["sparsify"] if detail else gh.Sparsify(method=call["sparsify"])
         assert (sent.method.density, sent.values) == (0.02, detail or "fp32")

@@ -19,11 +19,9 @@ from tests.nccl import device
 STEPS = 11
 CASES = {
     "at once": gh.LocalSteps(every=3),
-    "overlap": gh.LocalSteps(every=4, overlap=True, delay=3),
-    "overlap, next step": gh.LocalSteps(every=2, outer_momentum=0.5, overlap=True, delay=1),
-    "overlap, sparse": gh.LocalSteps(
-        every=3, method=gh.TopK(density=0.1), values="fp32", decay=0.9, overlap=True
-    ),
+    "overlap": gh.LocalSteps(every=4, overlap=True),
+    "overlap, next step": gh.LocalSteps(every=2, outer_momentum=0.5, overlap=True),
+    "overlap, two bits": gh.LocalSteps(every=3, values="int2", overlap=True),
 }
 
 
@@ -140,7 +138,7 @@ def busy_device():
     torch.cuda._sleep(2_000_000_000)  # about a second
     end, took = torch.cuda.Event(), []
     end.record()
-    for _ in range(settings.delay):  # it begins in the first, and is applied after the last
+    for _ in range(settings.steps_until_applied):  # it begins in the first, and is applied after the last
         for p, grad in zip(net.parameters(), grads, strict=True):
             p.grad = grad
         begin = time.perf_counter()
@@ -159,7 +157,7 @@ def local_steps():
         "paths": {name: drift(settings) for name, settings in CASES.items()},
         "resumed": {
             (name, stop): drift(CASES[name], stop)
-            for name in ("at once", "overlap", "overlap, sparse")
+            for name in ("at once", "overlap", "overlap, two bits")
             for stop in (5, 9)
         },
         "not finite": not_finite(),
@@ -272,5 +270,5 @@ def sharded(settings):
 def replicas():
     """Shard with several settings."""
     one_bit = gh.LocalSteps(every=3, dense_below=8)
-    sparse = gh.LocalSteps(every=3, method=gh.ExDyna(density=0.2), values="fp32", dense_below=8)
-    return {"one bit": sharded(one_bit), "sparse": sharded(sparse)}
+    exact = gh.LocalSteps(every=3, values="fp32", dense_below=8)
+    return {"one bit": sharded(one_bit), "exact": sharded(exact)}

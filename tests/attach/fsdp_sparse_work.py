@@ -325,7 +325,7 @@ def everything(folder):
         "with momentum": continued(folder / "momentum", 0.9),
         "own states": [
             own_states(None),
-            own_states(gh.LocalSteps(every=3, method=gh.TopK(0.2), values="fp32")),
+            own_states(gh.LocalSteps(every=3)),
         ],
         "saved": saved(folder / "moved"),
         "refused": refused(),

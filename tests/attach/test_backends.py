@@ -179,7 +179,7 @@ def test_orders_in_ddp_are_those_of_gloo_ranks(backend, size, unit):
     assert not torch.equal(expected[0], expected[0].sort().values)
 
 
-@pytest.mark.parametrize("case", ["one bit", "sparse"])
+@pytest.mark.parametrize("case", ["one bit", "exact"])
 def test_replicas_of_shards_take_local_steps(backend, case):
     ranks = [rank[case] for rank in results(backend, work.replicas, 4)]
     like_gloo = [rank[case] for rank in results("gloo", work.replicas, 4)]

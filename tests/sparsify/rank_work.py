@@ -166,14 +166,8 @@ def through_disk(state):
 
 
 def snapshot(worker):
-    vectors = {"residual": worker.feedback.residual, "owner_error": worker.owner_errors()}
-    return through_disk(vectors | {"worker": worker.state_dict(), "step": worker.step})
-
-
-def waiting(worker):
-    """What a worker has yet to send: its residual, and what it lost of sums as their owner."""
-    lost = worker.owner_errors()
-    return worker.feedback.residual if lost is None else worker.feedback.residual + lost
+    kept = {"residual": worker.feedback.residual, "worker": worker.state_dict()}
+    return through_disk(kept | {"step": worker.step})
 
 
 def same(a, b):
@@ -216,8 +210,6 @@ def run_case(case, size, ranks, exchange):
             for worker, state in zip(workers, saved, strict=True):
                 worker.load_state_dict(state["worker"])
                 worker.feedback.residual.copy_(state["residual"])
-                if state["owner_error"] is not None:
-                    worker.load_owner_errors(state["owner_error"], merged=False)
         for own, results, worker in zip(steps, add(grads), workers, strict=True):
             outcome = results.value
             mean = worker.mean_of(outcome)
@@ -233,7 +225,7 @@ def run_case(case, size, ranks, exchange):
                 )
             )
     return [
-        Trace(own, waiting(worker), through_disk(worker.state_dict()), off)
+        Trace(own, worker.feedback.residual, through_disk(worker.state_dict()), off)
         for own, worker, off in zip(steps, workers, called_off, strict=True)
     ]
 

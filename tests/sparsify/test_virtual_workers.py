@@ -111,7 +111,7 @@ def test_variants_of_exclusive_partitions(method):
     ids=lambda options: next(iter(options)),
 )
 def test_settings_apply_to_both(options):
-    for name in ("exdyna", "topk", *(["dense"] if "values" in options else [])):
+    for name in ("exdyna", "topk", *(["dense"] if options.get("values") == "bf16" else [])):
         both = pair(settings_of(name, **options), 3)
         for step in range(4):
             check_step(*both, gradients(step, 3))

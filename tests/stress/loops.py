@@ -147,7 +147,8 @@ class Composed(Loop):
         density = pick.choice([0.05, 0.2, 1.0])
         name = pick.choice(["exdyna", "exdyna", *METHODS])
         method = gh.SPARSIFIERS[name]() if name == "dense" else gh.SPARSIFIERS[name](density)
-        sent = {"method": method, "values": pick.choice(VALUES)}
+        values = VALUES if self.is_local or name != "dense" else VALUES[:3]
+        sent = {"values": pick.choice(values)}
         sent["dense_below"] = pick.choice([0, 8, 100, 10_000 if self.is_local else 100])
         if self.is_sparse:
             more = {}
@@ -157,13 +158,15 @@ class Composed(Loop):
                 more["clip"] = 0.3
             if pick.random() < 0.2 and name != "dense" and density < 0.5:
                 more |= {"warmup_steps": 4, "warmup_from": 0.5}
-            self.settings = gh.Sparsify(**sent, **more)
+            self.settings = gh.Sparsify(method=method, **sent, **more)
         elif self.is_local:
-            more = {"every": pick.choice([1, 2, 3, 5]), "decay": pick.choice([1.0, 1.0, 0.9])}
+            more = {"every": pick.choice([1, 2, 3, 5])}
+            if sent["values"] != "fp32":
+                more["keep_residual"] = pick.choice([True, True, False])
             if pick.random() < 0.4:
                 more |= {"outer_lr": 0.7, "outer_momentum": 0.6}
             if pick.random() < 0.4 and not self.sharded:
-                more |= {"overlap": True, "delay": pick.choice([None, 1, more["every"]])}
+                more["overlap"] = True
             self.settings = gh.LocalSteps(**sent, **more)
 
     @property
@@ -294,14 +297,11 @@ class Composed(Loop):
         """Return what this rank keeps between exchanges, flat, by kind."""
         # Not through the herd: that would feed back what waits for the order.
         state = self.herd._exchange.state_dict(gather=False)
-        names = ("residual", "owner_error", "shared", "outer_momentum")
+        names = ("residual", "owner_error", "shared", "outer_momentum", "unsent")
         return {key: flat(state[key].values()) for key in names if key in state}
 
     def sum_of_kept(self):
-        kept = self.vectors()
-        return self.sum_of(kept["residual"]) + (
-            self.sum_of(kept["owner_error"]) if "owner_error" in kept else 0.0
-        )
+        return self.sum_of(self.vectors()["residual"])
 
     def own_gradient(self, x, y, factor):
         """Return the flat gradient of a loss at the weights of now, computed apart."""
@@ -379,20 +379,20 @@ class Composed(Loop):
     def follow_shared(self):
         """Take the shared weights as they are, and follow them from here."""
         kept = self.vectors()
-        self.residual, self.lost = kept["residual"], kept.get("owner_error", torch.zeros(()))
+        self.owed, self.lost = kept["residual"], kept.get("owner_error", torch.zeros(()))
         self.shared = nn.Parameter(kept["shared"].clone())
         momentum = self.settings.outer_momentum
         self.outer = torch.optim.SGD([self.shared], self.settings.outer_lr, momentum=momentum,
                                      nesterov=momentum > 0)  # fmt: skip
         if "outer_momentum" in kept:
             self.outer.state[self.shared]["momentum_buffer"] = kept["outer_momentum"].clone()
-        self.taken, self.pending, self.start = 0, None, self.shared.detach().clone()
+        self.taken, self.pending = 0, None
 
     def note_weights(self, *_):
         self.before = flat(self.params)
 
     def follow_step(self):
-        """Do what the definition says, but for what was selected and how it was rounded."""
+        """Do what the definition says, but for how values were rounded."""
         settings, after = self.settings, flat(self.params)
         self.taken += 1
         if self.pending is not None and self.taken >= settings.steps_until_applied:
@@ -401,31 +401,38 @@ class Composed(Loop):
             return
         # With overlap, what has arrived is applied before the next exchange begins.
         own = after if settings.overlap else self.before
-        self.taken, difference = 0, self.start - own
+        self.taken, shared = 0, self.shared.detach().clone()
+        difference = shared.double() - own.double() + self.owed.double()
         kept = self.vectors()  # waits for the exchange
         lost = kept.get("owner_error", torch.zeros(()))
-        left = (kept["residual"].double() + lost.double()) / settings.decay  # Both have decayed.
-        sent = self.residual.double() + self.lost.double() + difference.double() - left
-        self.residual, self.lost = kept["residual"], lost
-        self.pending = (own, self.sum_of(sent) / self.copies)
+        if settings.overlap:
+            left = kept["unsent"]
+        elif settings.keep_residual:  # in the own weights, but for what waits beside them
+            left = kept["shared"] - after + kept["residual"]
+        else:
+            left = kept["residual"]
+        sent = difference + self.lost.double() - left.double() - lost.double()
+        self.lost = lost
+        self.pending = (own, left, self.sum_of(sent) / self.copies)
         if not settings.overlap:
             self.apply_pending()
             with self.herd.shared_weights():
                 self.same_bits("shared weights", flat(self.params))
 
     def apply_pending(self):
-        then, mean = self.pending
+        then, left, mean = self.pending
         self.shared.grad = mean.to(self.shared)
         self.outer.step()
         self.pending = None
-        after, size = flat(self.params), self.shared.detach().abs().max()
-        self.start = self.shared.detach().clone()
+        after, size, kept = flat(self.params), self.shared.detach().abs().max(), self.vectors()
+        self.close_to("shared weights", kept["shared"], self.shared.detach(), size)
+        wanted, self.owed = self.shared.detach().clone(), left
         if self.settings.keep_residual:
-            self.start -= self.residual
-        wanted = self.start
+            wanted, self.owed = wanted - left, torch.zeros_like(left)
         if self.settings.overlap:
             wanted = wanted + (self.before - then)
         self.close_to("weights after an exchange", after, wanted, size)
+        self.close_to("what waits beside them", kept["residual"], self.owed, size)
 
     # Parts of the loop.
 

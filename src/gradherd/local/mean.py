@@ -14,6 +14,7 @@ Letters: D coordinates, padded to R slices of S; R workers; E numbers that are a
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -190,10 +191,17 @@ class FewBitMean:
         ]
         self.sent, self.received, self.gathered = (Messages(size, parts, device) for _ in range(3))
         self.sum = Messages(1, parts, device)
-        where: dict[str, Any] = {"dtype": dtype, "device": device}
-        # Kernels need no room beside the vectors.
-        room = 0 if self.kernels else self._block
-        self._values, self._decoded = torch.empty(room, **where), torch.empty(room, **where)
+        self._where: dict[str, Any] = {"dtype": dtype, "device": device}
+
+    # Made when first asked for: kernels need no room beside the vectors, unless a state is saved.
+
+    @cached_property
+    def _values(self) -> Tensor:
+        return torch.empty(self._block, **self._where)
+
+    @cached_property
+    def _decoded(self) -> Tensor:
+        return torch.empty(self._block, **self._where)
 
     def blocks(self) -> Iterator[tuple[int, slice, slice]]:
         """Yield (owner, part of its slice, part of the vector) for all blocks, in order."""

@@ -169,13 +169,11 @@ ARMS = [
     {"order": "id-pair-grab", "sparsify": "exdyna", "density": 0.1},
     {
         "order": "cd-grab",
-        "sparsify": "exdyna",
-        "density": 0.1,
         "local_steps": 4,
         "lr_schedule": "cosine",
-        "method": {"overlap": True, "delay": 3, "outer_momentum": 0.5},
+        "method": {"overlap": True, "outer_momentum": 0.5},
     },
-    {"sparsify": "topk", "density": 0.1, "local_steps": 4},
+    {"local_steps": 4, "method": {"values": "int2"}},
 ]
 
 

@@ -13,9 +13,8 @@ from gradherd.lab.train.virtual_trainer import VirtualTrainer
 from tests.lab.tasks.fake_data import OF_STUDIES
 from tests.lab.train.work import HERE, config_of, on_ranks, train_and_follow
 
-EXDYNA = {"sparsify": "exdyna", "density": 0.1}
 ARMS = [
-    config_of("digits", limit=50, workers=2, epochs=2, order="cd-grab", local_steps=3, **EXDYNA),
+    config_of("digits", limit=50, workers=2, epochs=2, order="cd-grab", local_steps=3),
     config_of(
         "digits",
         limit=50,
@@ -24,8 +23,7 @@ ARMS = [
         lr_warmup=0.2,
         lr_schedule="cosine",
         local_steps=4,
-        method={"overlap": True, "delay": 2, "outer_momentum": 0.5, "outer_lr": 0.7},
-        **EXDYNA,
+        method={"overlap": True, "outer_momentum": 0.5, "outer_lr": 0.7},
     ),
     # Statistics of BatchNorm and dropout masks are each worker's own.
     config_of(f"{HERE}:Awkward", workers=2, local_steps=2),
@@ -94,12 +92,13 @@ def test_learning_rates_of_a_run():
         ({"lr_schedule": "linear"}, "unknown lr_schedule 'linear'; known are constant"),
         ({"lr_schedule": "cosine", "lr_drop": 0.1, "lr_drop_every": 3}, "choose one"),
         ({"local_steps": 0}, "local_steps must be at least 1, got 0"),
-        ({"local_steps": 2, "method": {"decay": 2}}, r"decay must be in \[0, 1\], got 2"),
-        ({"local_steps": 2, "method": {"decay": "a"}}, "decay must be a number, got 'a'"),
-        ({"local_steps": 2, "method": {"odd": 1}}, "unknown setting 'odd'"),
+        ({"local_steps": 2, "method": {"outer_lr": 0}}, r"outer_lr must be in \(0, inf\), got 0"),
+        ({"local_steps": 2, "method": {"outer_lr": "a"}}, "outer_lr must be a number, got 'a'"),
+        ({"local_steps": 2, "method": {"odd": 1}}, "method has odd, which local steps do not have"),
         ({"local_steps": 2, "method": {"momentum": 0.9}, "momentum": 0.0}, "do not have"),
+        ({"local_steps": 2, "sparsify": "topk", "density": 0.1}, "leave out topk"),
         ({"local_steps": 2, "method": {"outer_lr": float("nan")}}, "JSON values"),
-        ({"method": {"decay": 0.9}}, "method goes with a sparsifier"),
+        ({"method": {"outer_lr": 0.9}}, "method goes with a sparsifier"),
     ],
 )
 def test_bad_settings(wrong, says):

@@ -15,7 +15,7 @@ from gradherd.lab.train.trainer import evaluate
 from gradherd.lab.train.tuning import best_rates, hold_out, tuning_runs, what_to_try
 from tests.lab.train.work import config_of, record, row
 
-ARMS = [Exchange("dense"), Exchange("topk"), Exchange("topk", 0.2, 3)]
+ARMS = [Exchange("dense"), Exchange("topk"), Exchange("dense", None, 3)]
 
 
 def planned(**more):
@@ -35,7 +35,7 @@ def test_sparse_arms_have_no_momentum_unless_it_is_chosen():
     dense, sparse, local = planned()[:3]
     assert (dense.lr, dense.momentum) == (0.2, 0.9) == (local.lr, local.momentum)
     assert (sparse.lr, sparse.momentum) == (2.0, 0.0), "0.2 / (1 - 0.9)"
-    assert (local.density, local.local_steps, local.exchange) == (0.2, 3, "topk every 3")
+    assert (local.density, local.local_steps, local.exchange) == (None, 3, "dense every 3")
     for chosen in ({"lr": 0.1}, {"momentum": 0.9}):
         assert planned(**chosen)[1].momentum == 0.9
     corrected = config_of(

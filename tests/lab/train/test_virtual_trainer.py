@@ -175,7 +175,7 @@ def test_exchanges_that_are_called_off_cost_what_they_cost_ranks():
     arms = [
         {"sparsify": "topk", "density": 0.1},
         {"sparsify": "exdyna", "density": 0.1},
-        {"sparsify": "topk", "density": 0.1, "local_steps": 2},
+        {"local_steps": 2},
     ]
     configs = [config_of(f"{HERE}:Overflowing", **some, **arm) for arm in arms]
     ranks = run_ranks(on_ranks, 2, configs)[0]
