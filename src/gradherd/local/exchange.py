@@ -186,10 +186,12 @@ class SharedWeights:
         ok = arrival.ok.to(self._device)
         if few.kernels:
             both = rest if owes is None else owes
-            self.squares = few.kernels.apply(
-                few, self.outer, own[0], None if both is None else both[0], ok,
-                owes=owes is not None, keeps=keeps, delta=delta,
-            )  # fmt: skip
+            for i, one in enumerate(self.means):
+                squares = few.kernels.apply(
+                    one, few.gathered, self.outer, own[i], None if both is None else both[i], ok,
+                    owes=owes is not None, keeps=keeps, delta=delta, last=one is self.means[-1],
+                )  # fmt: skip
+                self.squares = squares if i == 0 else self.squares
         else:
             self._apply(own, owes, rest, delta)
         if self._small:
