@@ -108,6 +108,8 @@ class Loop:
     accumulate: int = 1
     """Batches of an optimizer step."""
     no_sync: bool = False
+    parts: int = 1
+    """Micro-batches of a batch, each with a forward and a backward of its own."""
     to_none: bool = True
     clip: bool = False
     look: str = ""
@@ -159,15 +161,19 @@ def train(net, model, sampler, loop=None, rows="auto", loader=None, herd=None, a
         last = -(-(len(sampler) - sampler.start) // sampler.batch_size) - 1
         for number, (x, y) in enumerate(herd.batches(loader) if loader.num_workers else loader):
             steps = (number + 1) % loop.accumulate == 0 or number == last
-            quiet = loop.no_sync and isinstance(model, DDP) and not steps
-            with model.no_sync() if quiet else contextlib.nullcontext():
-                loss = F.cross_entropy(model(x), y)
-                if (epoch, number, sampler.world.rank) in loop.bad:
-                    loss = loss * float("inf")
-                for count in range(loop.backwards):
-                    part = loss / loop.backwards
-                    part = part if scaler is None else scaler.scale(part)
-                    part.backward(retain_graph=count + 1 < loop.backwards)
+            for at_part, (inputs, labels) in enumerate(
+                zip(x.chunk(loop.parts), y.chunk(loop.parts), strict=True), 1
+            ):
+                averages = steps and at_part == loop.parts
+                quiet = loop.no_sync and isinstance(model, DDP) and not averages
+                with model.no_sync() if quiet else contextlib.nullcontext():
+                    loss = F.cross_entropy(model(inputs), labels) * len(inputs) / len(x)
+                    if (epoch, number, sampler.world.rank) in loop.bad:
+                        loss = loss * float("inf")
+                    for count in range(loop.backwards):
+                        part = loss / loop.backwards
+                        part = part if scaler is None else scaler.scale(part)
+                        part.backward(retain_graph=count + 1 < loop.backwards)
             if steps:
                 if loop.clip:
                     nn.utils.clip_grad_norm_(net.parameters(), 1e-3)

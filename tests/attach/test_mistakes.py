@@ -168,18 +168,19 @@ def test_batches_of_ones_own_are_those_of_the_sampler(count):
     """Their loader has no batch size, so what it asks for is counted."""
     model, order = nn.Linear(3, 1), OrderedSampler(DATA, "cd-grab", batch_size=4)
     herd, batches = attach(model, order=order), Parts(order, 4, False)
-    batches.count = count
+    batches.count, optimizer = count, torch.optim.SGD(model.parameters())
 
     def epoch():
         for (x,) in DataLoader(DATA, batch_sampler=batches):
             model(x).square().mean().backward()
+            optimizer.step()
         herd.finish()
 
     if count == 1:
         epoch()
         assert herd.metrics()["total_examples_fed_back"] == 24
     else:
-        with pytest.raises(RuntimeError, match="given 2 examples, but the batch has 4: one batch"):
+        with pytest.raises(RuntimeError, match="given 2 examples, but the batch has 4: give the model"):
             epoch()
 
 

@@ -98,10 +98,16 @@ class SlicedTransport(RankTransport):
         self._mixed = len({p.dtype for p in model.parameters() if p.requires_grad}) > 1
         self._decided = False
         self._shares = False  # whether averaging delivers the slices of this backward
+        self._separates = False  # whether any backward of the batch goes without
 
     @abstractmethod
     def _comes_alone(self) -> bool:
         """Say whether what will be averaged holds the gradient of this backward alone."""
+
+    @property
+    @abstractmethod
+    def _has_slices(self) -> bool:
+        """Whether averaging has delivered slices of the batch that waits."""
 
     @abstractmethod
     def _take_slices(self) -> tuple[Slices, Release]:
@@ -116,6 +122,7 @@ class SlicedTransport(RankTransport):
         # would do, since gradients may be cleared anywhere before the backward.
         if not self._decided:
             self._shares, self._decided = self._comes_alone(), True
+            self._separates |= not self._shares
         if not self._shares:
             # A parameter may have several gradients: two backwards of one forward are one batch.
             before = self._separate.get(name)
@@ -125,17 +132,13 @@ class SlicedTransport(RankTransport):
         """Start to sign this batch of every worker beside the training loop."""
         # Released before the thread starts, so that the next backward cannot feed them again.
         grads, self._separate = self._separate, {}
-        if self._shares:
+        separates, self._separates, self._decided = self._separates, False, False
+        slices: Slices = ()
+        release: Release = do_nothing  # what is exchanged separately has memory of its own
+        if self._has_slices:
             slices, release = self._take_slices()
-        else:
-            # Whole gradients: nothing has averaged them, or together with earlier ones.
-            cut = self.layout.cut(grads, self.world.size)
-            # Ranks may have used parameters of different dtypes.
-            block, sent = all_to_all(cut.float() if self._mixed else cut, self.world)
-            slices = (block.to(torch.promote_types(block.dtype, torch.float32)),)
-            release = do_nothing  # its memory is used once
-            self._separate_bytes += sent
-        self._decided = False
+        if separates:
+            slices = self._add_separate(slices, grads)
         # Running sums outlive a change of the scale, so slices must not depend on it.
         if loss_scale != 1:
             for block in slices:
@@ -151,6 +154,21 @@ class SlicedTransport(RankTransport):
         except BaseException:  # of the batch before
             release(None)
             raise
+
+    def _add_separate(self, slices: Slices, grads: Mapping[str, Tensor]) -> Slices:
+        """Exchange whole gradients, and add their slices to those of the same batch, if any.
+
+        Nothing has averaged these gradients, or only together with earlier ones.
+        """
+        cut = self.layout.cut(grads, self.world.size)
+        # Ranks may have used parameters of different dtypes.
+        block, sent = all_to_all(cut.float() if self._mixed else cut, self.world)
+        self._separate_bytes += sent
+        if not slices:
+            return (block.to(torch.promote_types(block.dtype, torch.float32)),)
+        for one, part in zip(slices, block.split([s.shape[1] for s in slices], 1), strict=True):
+            one.add_(part)
+        return slices
 
     def _sign(self, slices: Slices, claim: BatchClaim | None, release: Release) -> None:
         """Learn from this rank's slices of every worker's gradient, in the thread."""
@@ -182,7 +200,11 @@ class SlicedTransport(RankTransport):
     def forget(self) -> None:
         """Drop a gradient that was not fed back yet."""
         self._drop_slices()
-        self._separate, self._decided = {}, False
+        self._separate, self._separates, self._decided = {}, False, False
+
+    def next_part(self) -> None:
+        """Expect another forward and backward of the batch that waits."""
+        self._decided = False
 
     def wait(self, *, raises: bool = True) -> None:
         """Return when the signs of all batches are computed."""
@@ -242,7 +264,11 @@ class CoordinatedHook(SlicedTransport, BucketHook):
     @property
     def waiting(self) -> bool:
         """Whether a gradient has arrived that was not fed back yet."""
-        return self._slices is not None or bool(self._separate)
+        return self._has_slices or bool(self._separate)
+
+    @property
+    def _has_slices(self) -> bool:
+        return self._slices is not None
 
     def _comes_alone(self) -> bool:
         ddp, fresh = self._ddp(), all(parameter.grad is None for parameter in self._parameters)
@@ -251,7 +277,8 @@ class CoordinatedHook(SlicedTransport, BucketHook):
         self._stale = 0 if fresh else self._stale + 1
         if self._stale == _STALE_BACKWARDS and self.world.rank == 0 and not self._warned:
             self._warn_of_zeros()
-        return fresh
+        # The next exchange would overwrite slices of the same batch.
+        return fresh and not self._has_slices
 
     def _warn_of_zeros(self) -> None:
         """Say what keeps averaging from delivering the slices, if it is zeros. Looks once."""
@@ -401,6 +428,10 @@ class ShardedCoordination(SlicedTransport):
     def waiting(self) -> bool:
         """Whether a gradient has arrived that was not fed back yet."""
         return bool(self._blocks or self._separate)
+
+    @property
+    def _has_slices(self) -> bool:
+        return bool(self._blocks)
 
     def _comes_alone(self) -> bool:
         # What waits at the first gradient of a backward is of earlier ones.

@@ -1,9 +1,9 @@
 """Feeds a model's gradients back to its sampler while the user's own training loop runs.
 
-A batch begins with a forward of the model: at that moment the sampler is asked which batch the loop
-has received last, and what the backward (or backwards) of that forward gives belongs to it. It is
-fed back when the optimizer steps, the next forward begins or the order is read, whichever comes
-first.
+When a forward of the model begins, the sampler is asked which batch the loop has received last, and
+what the backward (or backwards) of that forward gives belongs to it. A batch may have several
+forwards (micro-batches). It is fed back when the optimizer steps, the first forward of the next
+batch begins or the order is read, whichever comes first.
 """
 
 import contextlib
@@ -67,6 +67,8 @@ class OrderFeedback(Feeder):
         self._stopwatch = Stopwatch()  # time that reading and ordering cost the training loop
         self._ticket: BatchTicket | None = None  # the batch of the gradients that are waiting
         self._announced = False  # whether a forward of the model has announced the next backward
+        self._stepped = False  # whether an optimizer has stepped inside the backward that waits
+        self._cut_off: BatchTicket | None = None  # a batch that was fed back before a step
         self._loss_scale = 1.0
         self._fed_back = 0  # examples, in all
         self._indices: list[int] | None = None
@@ -83,18 +85,39 @@ class OrderFeedback(Feeder):
         transport.source.on_backward(self.before_backward)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        ticket = self._current_ticket()
+        if ticket is not None and self._goes_on(ticket):
+            self._transport.next_part()
+        else:
             self._feed_back()
             if not self._transport.quiet:
                 self._transport.forget()
-            if not self._paused:
-                self._take_ticket()
-                self._announced = True
+        if not self._paused:
+            self._expect(ticket)
+            self._announced = True
 
-    def _take_ticket(self) -> None:
+    def _goes_on(self, ticket: BatchTicket) -> bool:
+        """Return whether a forward is of another part of the batch that waits."""
+        complete = self._transport.source.is_complete(self.sampler.examples_of(ticket))
+        return self._adds_to(ticket) and not self._stepped and not complete
+
+    def _current_ticket(self) -> BatchTicket | None:
+        """Return the batch that the loop has received last; None if that does not matter."""
+        return None if self._paused or self._by_index else self.sampler.current_batch()
+
+    def _adds_to(self, ticket: BatchTicket | None) -> bool:
+        """Return whether what waits is of the same batch.
+
+        Not after a step that the scaler skipped: then the scale is another, too.
+        """
+        same = ticket == self._ticket and self._scale() == self._loss_scale
+        return same and self._transport.waiting
+
+    def _expect(self, ticket: BatchTicket | None) -> None:
         """Note which batch the next gradients belong to, and the scale of their loss."""
-        self._ticket = None if self._by_index else self.sampler.current_batch()
-        self._loss_scale = self._scale()
+        self._ticket, self._loss_scale = ticket, self._scale()
 
     def _scale(self) -> float:
         return self._scaler.get_scale() if self._scaler else 1.0
@@ -106,12 +129,10 @@ class OrderFeedback(Feeder):
         """
         if self._announced or self._paused or self._by_index:
             return
-        # Another backward of the same batch adds to it, unless a step that the scaler skipped lies
-        # between them: then the scale is another, too.
-        same = self._scale() == self._loss_scale and self.sampler.current_batch() == self._ticket
-        if self._transport.waiting and not same:
+        ticket = self._current_ticket()
+        if not self._adds_to(ticket):
             self._feed_back()
-        self._take_ticket()
+        self._expect(ticket)
 
     def around_step(self, optimizer: Optimizer) -> None:
         """Feed back what is waiting before an optimizer steps, or from inside its step."""
@@ -119,12 +140,14 @@ class OrderFeedback(Feeder):
             # An optimizer for each parameter, stepped when its gradient is in: the rest of the
             # batch is yet to come. It is fed back before the next forward.
             self._transport.source.stepped_in_backward()
+            self._stepped = True
             return
         self._feed_back()
+        self._cut_off = None
 
     def before_iterating(self) -> None:
         """Feed back what is waiting before an iterator of the sampler starts."""
-        self._feed_back()
+        self._cut_short()
         self.before_reading()
 
     def before_reading(self) -> None:
@@ -135,9 +158,16 @@ class OrderFeedback(Feeder):
     def _feed_back(self) -> None:
         """Feed back the batch whose backward is done."""
         if self._transport.waiting:
-            self._announced = False
+            self._announced = self._stepped = False
             with self._stopwatch, self._own_context():
                 self._claim_and_feed()
+
+    def _cut_short(self) -> None:
+        """Feed back a batch of which more may come."""
+        ends = not self._transport.waiting or self._stepped
+        ticket = self._cut_off if ends else self._ticket
+        self._feed_back()
+        self._cut_off = ticket
 
     def _own_context(self) -> contextlib.ExitStack:
         """Return a context outside those of the training loop, in which rows are read."""
@@ -157,6 +187,17 @@ class OrderFeedback(Feeder):
         indices, self._indices = self._indices, None
         ticket, self._ticket = self._ticket, None
         try:
+            if self._by_index and indices is None:
+                raise RuntimeError(
+                    "a gradient came back of a batch that was not named: call "
+                    "herd.observe(indices) once for each forward, with the examples that it takes"
+                )
+            if ticket is not None and ticket == self._cut_off and self.sampler.is_current(ticket):
+                raise RuntimeError(
+                    "the order was read or saved, or backwards were paused, between two backwards "
+                    "of one batch, so its gradient was cut in two: do that after the optimizer's "
+                    "step"
+                )
             claim = self.sampler.claim(ticket, indices)
         except (RuntimeError, ValueError):
             self._transport.forget()  # otherwise the same error would come at every step
@@ -193,13 +234,13 @@ class OrderFeedback(Feeder):
     def finish(self) -> None:
         """Feed back what is waiting and let the sampler learn it, on all ranks together."""
         with self._stopwatch, self._own_context():
-            self._feed_back()
+            self._cut_short()
             self._transport.finish()
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Ignore backwards inside: they do not belong to examples of the sampler."""
-        self._feed_back()
+        self._cut_short()
         # Remembered, so that pauses can be nested.
         before, self._paused = self._paused, True
         try:

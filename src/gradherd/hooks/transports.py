@@ -59,6 +59,10 @@ class RowTransport:
             seen = torch.ones((claim.units, self._sampler.world.size), dtype=torch.bool)
             self._sampler.observe(None, seen, first=claim.step if self._in_order else None)
 
+    def next_part(self) -> None:
+        """Expect another forward and backward of the batch that waits."""
+        self.source.next_part()
+
     def by_index(self) -> None:
         """Expect batches in any order from now on."""
         self._in_order = False

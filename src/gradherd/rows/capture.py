@@ -181,6 +181,8 @@ class Capture:
         dim, pool = self._dims.model_dim, self._pool
         first = _first_tensor(given, dim)
         pool.batch = None if first is None else first.shape[dim]
+        if torch.is_grad_enabled():
+            pool.last_batch = pool.batch
 
     def _look_at_given(self, count: int, names: tuple[str, ...], *given: Any) -> None:
         self._look_at(given[:count], dict(zip(names, given[count:], strict=True)))
@@ -193,6 +195,14 @@ class Capture:
     def waiting(self) -> bool:
         """Whether a backward has reached a parameter since the last pop."""
         return bool(self._pool.arrived) or self._check.reached
+
+    def next_part(self) -> None:
+        """Put rows to come behind those that wait: the next forward has more of this batch."""
+        self._pool.next_part()
+
+    def is_complete(self, examples: int) -> bool:
+        """Return whether all B = `examples` of a batch have rows that wait."""
+        return max(self._pool.seen, default=0) >= examples
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -243,7 +253,7 @@ class Capture:
         self._choice.choose(mask[count:])
 
     def _refuse_mismatch(self, examples: int) -> None:
-        sizes = set(self._pool.sizes)
+        sizes = self._pool.seen
         if self._pool.differentiated:
             self.clear()
             raise RuntimeError(
@@ -259,7 +269,8 @@ class Capture:
             self.clear()
             raise RuntimeError(
                 f"the model was given {min(sizes - {examples})} examples, but the batch has "
-                f"{examples}: one batch of the loader is one forward"
+                f"{examples}: give the model each batch of the loader in one forward, or in "
+                "several, each followed by its backward"
             )
 
     # Rows.
