@@ -54,6 +54,8 @@ def network(kind="mlp"):
     net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3))
     if kind == "frozen":
         net[0].requires_grad_(False)
+    if kind == "ignored":  # DDP does not average it
+        DDP._set_params_and_buffers_to_ignore_for_model(net, ["2.weight"])
     return net.double()
 
 
@@ -198,7 +200,10 @@ def learned(policy, count, batch, unit, rows, loop=None, kind="mlp", seed=3):
     _travel(loop.together)
     dataset, net = examples(count), network(kind)
     sampler = OrderedSampler(dataset, policy, batch_size=batch, unit=unit, seed=seed)
-    gradients = unit_gradients(network(kind.split()[0]), dataset, sampler)
+    apart = network(kind.split()[0])
+    if kind == "ignored":
+        apart[2].weight.requires_grad_(False)
+    gradients = unit_gradients(apart, dataset, sampler)
     model = DDP(net, **dict(loop.options)) if dist.is_initialized() else net
     if kind == "frozen late":
         net[0].requires_grad_(False)
@@ -238,7 +243,7 @@ def averages(batch, unit, rows, steps, options=(), together=True):
     return ours, theirs, layouts, herd.metrics()
 
 
-def resumed(policy, count, batch, unit, rows, at, together=True):
+def resumed(policy, count, batch, unit, rows, at, together=True, kind="mlp"):
     """Return orders of a run that went through, and of two that were loaded from a state.
 
     One goes on in new objects, the other in those that were saved, some batches later.
@@ -247,7 +252,7 @@ def resumed(policy, count, batch, unit, rows, at, together=True):
     dataset, options = examples(count), {"bucket_cap_mb": 1e-4}
 
     def fresh():
-        net = network()
+        net = network(kind)
         model = DDP(net, **options) if dist.is_initialized() else net
         return net, model, OrderedSampler(dataset, policy, batch_size=batch, unit=unit)
 

@@ -35,6 +35,7 @@ KINDS = {
     "frozen": Loop(),
     "frozen late": Loop(options=UNUSED),
     "unused": Loop(options=UNUSED),
+    "ignored": Loop(accumulate=2, no_sync=True),
 }
 
 
@@ -122,6 +123,8 @@ def test_examples_in_every_kind_of_loop(singles, name):
 def test_parameters_without_gradient(unit, rows, together):
     calls = {}
     for kind, loop in KINDS.items():
+        if kind == "ignored" and unit == 1:
+            continue  # single examples have rows of it
         loop = replace(loop, together=together)
         calls[kind] = ("cd-grab", 30, 3, unit, rows, loop, kind)
     for ranks in each(2, calls).values():
@@ -173,6 +176,13 @@ def test_state_in_mid_epoch(size, policy, unit, rows, at, together):
     for straight, elsewhere, back in ranks:
         assert elsewhere == straight
         assert back == straight
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_state_in_mid_epoch_with_parameters_that_ddp_ignores(together):
+    settings = ("cd-grab", 22, 3, 3, "batch", (0, 0), together, "ignored")
+    for straight, elsewhere, back in run_ranks(attach_work.resumed, 2, *settings):
+        assert elsewhere == back == straight
 
 
 def test_pause():

@@ -28,7 +28,7 @@ import math
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -84,8 +84,14 @@ class SlicedTransport(RankTransport):
     stopwatch: Stopwatch
     """Time spent in that exchange."""
 
-    def __init__(self, model: nn.Module, sampler: OrderedSampler) -> None:
-        """Hook into a model, without DDP. All ranks must do so at the same point."""
+    def __init__(
+        self, model: nn.Module, sampler: OrderedSampler, ignored: Iterable[str] = ()
+    ) -> None:
+        """Hook into a model, without DDP. All ranks must do so at the same point.
+
+        Parameters that are `ignored` are not averaged, and no part of rows.
+        """
+        self._ignored = set(ignored)
         source, device = RowSource(model, self._arrived), next(model.parameters()).device
         super().__init__(sampler, source, FlatSpec.of(model), device)
         self._thread = BackgroundThread("gradherd-signs")
@@ -118,6 +124,8 @@ class SlicedTransport(RankTransport):
         """Drop slices that were not fed back."""
 
     def _arrived(self, name: str, grad: Tensor) -> None:
+        if name in self._ignored:
+            return
         # At the first gradient of a backward: nothing is averaged before it, and nothing earlier
         # would do, since gradients may be cleared anywhere before the backward.
         if not self._decided:
@@ -233,11 +241,15 @@ class CoordinatedHook(SlicedTransport, BucketHook):
 
     def __init__(self, ddp: DDP, sampler: OrderedSampler) -> None:
         """Register with DDP. All ranks must do so at the same point."""
-        SlicedTransport.__init__(self, ddp.module, sampler)
+        SlicedTransport.__init__(self, ddp.module, sampler, ddp.parameters_to_ignore)
         world = self.world
         # Weak: DDP holds its hook out of the garbage collector's sight, and would never be freed.
         self._ddp = weakref.ref(ddp)
-        self._parameters = [p for p in ddp.module.parameters() if p.requires_grad]
+        self._parameters = [
+            parameter
+            for name, parameter in ddp.module.named_parameters()
+            if parameter.requires_grad and name not in self._ignored
+        ]
         # DDP's buckets also hold parameters that were frozen after it was wrapped.
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
         # All parameters in one bucket, in order: how small models are exchanged, and the layout

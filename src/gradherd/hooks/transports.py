@@ -141,8 +141,11 @@ class RankTransport(RowTransport):
             return super().ordering_state()
 
         def whole(row: Tensor) -> Tensor:
-            by_name = layout.gather(row.to(self._device), self.world)
-            return torch.cat([by_name[name] for name in self._spec.names]).to(row.device)
+            by_name, spec = layout.gather(row.to(self._device), self.world), self._spec
+            # Parameters that DDP was told to ignore are in no column: zeros.
+            sizes = zip(spec.names, spec.numels, strict=True)
+            parts = [by_name.get(name, row.new_zeros(count)) for name, count in sizes]
+            return torch.cat([part.to(row.device) for part in parts])
 
         return self._sampler.ordering.state_dict(whole)
 
