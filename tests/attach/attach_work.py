@@ -546,3 +546,31 @@ def where_batches_are_signed():
         model.zero_grad()
     herd.detach()
     return found
+
+
+class Words(nn.Module):
+    """Averages the embeddings of an example's words."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        torch.manual_seed(1)
+        self.words, self.last = nn.Embedding(20, 6, sparse=sparse), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.words(x).mean(1))
+
+
+def row_sparse_embedding(rows):
+    """Return what DDP learns with row-sparse gradients and with whole ones, or the refusal."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randint(20, (24, 4), generator=draw)
+    dataset, histories = TensorDataset(x, torch.randint(3, (24,), generator=draw)), []
+    for sparse in (True, False):
+        net = Words(sparse).double()
+        sampler = OrderedSampler(dataset, "cd-grab", batch_size=2, unit=2)
+        settings = rows if sparse or rows != "auto" else "sketch"
+        try:
+            histories.append(train(net, DDP(net), sampler, rows=settings)[1])
+        except ValueError as error:
+            return str(error)
+    return histories

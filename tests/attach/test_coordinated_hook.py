@@ -209,6 +209,17 @@ def test_choice(rows, unit, hooked, says):
         assert len(said) == 1 and says in said[0]
 
 
+def test_row_sparse_gradients_are_sketched():
+    for by_rows, whole in run_ranks(attach_work.row_sparse_embedding, 2, "auto"):
+        assert by_rows == whole
+        assert by_rows[0] != by_rows[1]
+
+
+def test_whole_gradients_of_a_row_sparse_embedding_are_refused():
+    for said in run_ranks(attach_work.row_sparse_embedding, 2, "batch"):
+        assert said.startswith("rows='batch' needs whole gradients from DDP, which averages")
+
+
 def test_parameters_of_two_kinds_are_averaged_as_ddp_does():
     for ours, theirs in run_ranks(attach_work.mixed_precision, 2):
         for own, plain in zip(ours, theirs, strict=True):

@@ -15,7 +15,7 @@ from gradherd.comm.world import World, keep_group
 from gradherd.flat import FlatSpec, exchangeable
 from gradherd.gpu import has_triton
 from gradherd.hooks.agreement import RankAgreement
-from gradherd.hooks.bucket_hook import hook_is_free
+from gradherd.hooks.bucket_hook import hook_is_free, row_sparse_parameters
 from gradherd.hooks.coordinated_hook import CoordinatedHook, ShardedCoordination
 from gradherd.hooks.exchange import ModelExchange
 from gradherd.hooks.feedback import OrderFeedback, is_attached
@@ -344,9 +344,15 @@ def _plan_rows(
         free = worlds.shares_reduce_scatter(order.world) and size < WHOLE_ROWS_BELOW
     else:
         free = isinstance(model, DDP) and hook_is_free(model)
-    free = free and not sparsifies
+    by_rows = isinstance(model, DDP) and order.world.size > 1 and row_sparse_parameters(model)
+    free = free and not sparsifies and not by_rows
     settings, why = resolve_rows(rows, order.unit, order.batch_size), "as asked"
     if isinstance(settings, BatchRows) and not free:
+        if by_rows and policy.needs_rows:
+            raise ValueError(
+                "rows='batch' needs whole gradients from DDP, which averages those of an embedding "
+                "with sparse=True by rows: use 'sketch', or leave sparse out"
+            )
         if isinstance(model, DDP) and order.world.size > 1:
             raise ValueError(
                 "rows='batch' needs the communication hook of DDP, and there is one already: use "
