@@ -285,6 +285,15 @@ def test_two_batches_for_one(unit, rows):
     assert sampler.ordering.steps == 8 // unit
 
 
+@pytest.mark.parametrize(("unit", "rows"), [(1, "exact"), (1, "sketch"), (4, "batch")])
+def test_complex_parameters_are_refused(unit, rows):
+    net, dataset = nn.Linear(5, 3, dtype=torch.complex128), examples(12)
+    sampler = OrderedSampler(dataset, "cd-grab", batch_size=4, unit=unit)
+    with pytest.raises(ValueError, match="parameter 'weight' is complex, and rows have real"):
+        attach(net, order=sampler, rows=rows)
+    attach(net, order=OrderedSampler(dataset, "d-rr", batch_size=4)).detach()
+
+
 @pytest.mark.parametrize("size", [2, 8])
 def test_loader_with_another_batch_size(size):
     dataset, net = examples(16), network()

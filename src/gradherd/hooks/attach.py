@@ -340,6 +340,12 @@ def _plan_rows(
 ) -> RowSettings:
     """Return how to read rows, or raise if this model cannot be used with this sampler."""
     size, policy = FlatSpec.of(model).size, order.ordering.policy
+    for name, parameter in model.named_parameters():
+        if policy.needs_rows and parameter.requires_grad and parameter.is_complex():
+            raise ValueError(
+                f"parameter {name!r} is complex, and rows have real numbers only: hold it as real "
+                "and imaginary parts (torch.view_as_real), or freeze it"
+            )
     if worlds is not None:
         free = worlds.shares_reduce_scatter(order.world) and size < WHOLE_ROWS_BELOW
     else:
