@@ -285,6 +285,22 @@ def test_two_batches_for_one(unit, rows):
     assert sampler.ordering.steps == 8 // unit
 
 
+@pytest.mark.parametrize(("unit", "rows"), [(1, "exact"), (4, "batch")])
+def test_a_parameter_that_is_unfrozen_later_is_named_once(unit, rows, caplog):
+    dataset, net = examples(12), network("frozen")
+    sampler = OrderedSampler(dataset, "cd-grab", batch_size=4, unit=unit)
+    attach(net, order=sampler, rows=rows)
+    for number, (x, y) in enumerate(DataLoader(dataset, batch_size=4, sampler=sampler)):
+        if number == 1:
+            net[0].weight.requires_grad_(True)
+        F.cross_entropy(net(x), y).backward()
+    sampler.set_epoch(1)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "0.weight was unfrozen after attach(), so rows leave it out: attach again to include it"
+    ]
+
+
 @pytest.mark.parametrize(("unit", "rows"), [(1, "exact"), (1, "sketch"), (4, "batch")])
 def test_complex_parameters_are_refused(unit, rows):
     net, dataset = nn.Linear(5, 3, dtype=torch.complex128), examples(12)

@@ -152,6 +152,15 @@ def test_other_batches_may_be_looked_at():
     assert herd.metrics()["total_examples_fed_back"] == 24
 
 
+@pytest.mark.parametrize("unit", [1, 4])
+def test_layers_that_are_unfrozen_are_named(unit):
+    for said in run_ranks(mistake_work.unfrozen, 2, unit):
+        assert [one.split(" after ")[0] for one in said] == [
+            "0.weight was unfrozen",
+            "0.bias was unfrozen",
+        ]
+
+
 class Parts(BatchSampler):
     """Batches of one's own: those of the sampler, in as many parts."""
 
@@ -180,7 +189,9 @@ def test_batches_of_ones_own_are_those_of_the_sampler(count):
         epoch()
         assert herd.metrics()["total_examples_fed_back"] == 24
     else:
-        with pytest.raises(RuntimeError, match="given 2 examples, but the batch has 4: give the model"):
+        with pytest.raises(
+            RuntimeError, match="given 2 examples, but the batch has 4: give the model"
+        ):
             epoch()
 
 

@@ -71,6 +71,8 @@ class OrderFeedback(Feeder):
         self._cut_off: BatchTicket | None = None  # a batch that was fed back before a step
         self._loss_scale = 1.0
         self._fed_back = 0  # examples, in all
+        named = unwrap_model(model).named_parameters() if sampler.ordering.policy.needs_rows else ()
+        self._frozen = {name: p for name, p in named if not p.requires_grad}  # not part of rows
         self._indices: list[int] | None = None
         self._by_index = False
         self._figures: RowFigures | None = None
@@ -210,12 +212,22 @@ class OrderFeedback(Feeder):
             ordering, world = self.sampler.ordering, self.sampler.world
             version = torch.tensor(int(ordering.version, 16) - 2**63, device=self._device)
             check_same_version(all_gather(version, world).value.tolist(), ordering.epoch)
+        self._warn_of_unfrozen()
         self._fed_back += 0 if claim is None else claim.examples
         if claim is not None and self.sampler.finishing_rest:
             self._transport.feed(None, self._loss_scale)
             self.sampler.skip_rest()
             return
         self._transport.feed(claim, self._loss_scale)
+
+    def _warn_of_unfrozen(self) -> None:
+        """Warn once of each parameter that is trained now, but was frozen before."""
+        for name in [name for name, p in self._frozen.items() if p.requires_grad]:
+            del self._frozen[name]
+            log.warning(
+                "%s was unfrozen after attach(), so rows leave it out: attach again to include it",
+                name,
+            )
 
     def observe(self, indices: Sequence[int] | Tensor) -> None:
         """Give the examples of the current batch; see `Herd.observe`."""

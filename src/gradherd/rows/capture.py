@@ -86,7 +86,6 @@ class Capture:
         self.spec = FlatSpec.of(model)
         self._model, self._reduction = model, settings.reduction
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         # Fixes dtype and device of the rows, also for a batch without any gradient.
         self._like = torch.empty(0)
         if self._parameters:
@@ -290,7 +289,6 @@ class Capture:
             self._check.leave_out(self._check.without_batch())
             with torch.no_grad():
                 rows = self._rows(examples)
-            self._warn_of_unfrozen()
         finally:
             self._check.next_batch(self._model.training)
             self.clear()
@@ -314,16 +312,6 @@ class Capture:
             for layer in self._pool.layers
             if not (layer.is_whole or isinstance(layer, DirectLayer) or id(layer) in shared)
         ]
-
-    def _warn_of_unfrozen(self) -> None:
-        """Warn once of each parameter that was frozen when the rows were set up."""
-        for name in [name for name, p in self._frozen.items() if p.requires_grad]:
-            del self._frozen[name]
-            log.warning(
-                "%s was unfrozen after its rows were set up, so they leave it out: attach again to "
-                "include it",
-                name,
-            )
 
     def _rows(self, examples: int) -> Tensor:
         """Return the rows (B, k), neither averaged nor unscaled; exact: (B, D)."""
