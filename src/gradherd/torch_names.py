@@ -55,6 +55,7 @@ OPTIONAL_NAMES = {
     "public way takes as long as a launch. Builds of torch for CPUs have no such name",
     "torch._C._distributed_c10d.Backend.Options._timeout": "how long a rank waits for its peers; "
     "without it, as long as torch's default says",
+    "torch.nn.parallel.DistributedDataParallel._join_config": "whether a loop runs inside join()",
 }
 """Those that a version may lack."""
 
@@ -134,6 +135,11 @@ def uncompiled(model: nn.Module) -> nn.Module:
 def comm_hook_states(ddp: DDP) -> list[Any]:
     """Return what was registered with each communication hook of a DDP model."""
     return [state for _, state in ddp._comm_hooks]
+
+
+def is_joining(ddp: DDP) -> bool:
+    """Return whether a DDP model is used inside `ddp.join()`."""
+    return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
 
 
 def scale_on_device(scaler: GradScaler | None) -> Tensor | None:

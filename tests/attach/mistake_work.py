@@ -110,6 +110,23 @@ def unfrozen(unit):
     return messages
 
 
+def joins(unit):
+    """Let rank 1 run out of batches inside join(); return how it ended."""
+    data, model = TensorDataset(torch.randn(48, 3)), DDP(nn.Linear(3, 1))
+    order = OrderedSampler(data, "cd-grab", batch_size=4, unit=unit)
+    attach(model, order=order)
+    try:
+        with model.join():
+            for step, (x,) in enumerate(DataLoader(data, batch_size=4, sampler=order)):
+                if dist.get_rank() == 1 and step == 3:
+                    break
+                model(x).square().mean().backward()
+                model.zero_grad()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
 def metrics_of_an_epoch(unit):
     """Return the metrics after a whole epoch of two batches of each rank."""
     torch.manual_seed(0)

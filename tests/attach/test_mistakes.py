@@ -161,6 +161,12 @@ def test_layers_that_are_unfrozen_are_named(unit):
         ]
 
 
+@pytest.mark.parametrize("unit", [1, 4])
+def test_join_is_refused(unit):
+    for said in run_ranks(mistake_work.joins, 2, unit, collective_timeout=20.0):
+        assert said.startswith("join() lets a rank stop before the others")
+
+
 class Parts(BatchSampler):
     """Batches of one's own: those of the sampler, in as many parts."""
 

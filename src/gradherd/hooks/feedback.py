@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from gradherd.comm.collectives import Stopwatch, all_gather
@@ -29,7 +30,7 @@ from gradherd.ordering.sampler import Feeder, OrderedSampler
 from gradherd.rows.layer_plan import unwrap_model
 from gradherd.rows.module_hooks import UncopiedHook, do_nothing
 from gradherd.rows.settings import RowSettings, row_length
-from gradherd.torch_names import current_backward
+from gradherd.torch_names import current_backward, is_joining, uncompiled
 
 log = logging.getLogger("gradherd")
 
@@ -89,6 +90,7 @@ class OrderFeedback(Feeder):
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if not torch.is_grad_enabled():
             return
+        self._refuse_join(module)
         ticket = self._current_ticket()
         if ticket is not None and self._goes_on(ticket):
             self._transport.next_part()
@@ -99,6 +101,15 @@ class OrderFeedback(Feeder):
         if not self._paused:
             self._expect(ticket)
             self._announced = True
+
+    def _refuse_join(self, module: nn.Module) -> None:
+        ddp = uncompiled(module)
+        needs_all = self.sampler.ordering.policy.needs_rows and self.sampler.world.size > 1
+        if needs_all and isinstance(ddp, DDP) and is_joining(ddp):
+            raise RuntimeError(
+                "join() lets a rank stop before the others, who would wait for what it has to say "
+                "of the order: leave it out, since OrderedSampler gives all ranks as many batches"
+            )
 
     def _goes_on(self, ticket: BatchTicket) -> bool:
         """Return whether a forward is of another part of the batch that waits."""
