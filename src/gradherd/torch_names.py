@@ -149,6 +149,15 @@ def scale_on_device(scaler: GradScaler | None) -> Tensor | None:
     return scaler._get_scale_async()
 
 
+def current_scale(scaler: GradScaler | None) -> Tensor | float:
+    """Return the loss scale: the tensor that updates change, so that nobody waits for a GPU."""
+    if scaler is None:
+        return 1.0
+    # There is none before the first loss is scaled.
+    tensor: Tensor | None = getattr(scaler, "_get_scale_async", lambda: None)()
+    return scaler.get_scale() if tensor is None else tensor
+
+
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source into its target, in one call."""
     torch._foreach_copy_(list(targets), list(sources))

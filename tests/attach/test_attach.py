@@ -286,6 +286,21 @@ def test_two_batches_for_one(unit, rows):
 
 
 @pytest.mark.parametrize(("unit", "rows"), [(1, "exact"), (4, "batch")])
+def test_nobody_waits_for_the_loss_scale(unit, rows, monkeypatch):
+    """`get_scale` copies it from the GPU, behind all that was launched."""
+    asked, get_scale = [], torch.amp.GradScaler.get_scale
+
+    def noted(scaler):
+        asked.append(scaler._get_scale_async() is not None)
+        return get_scale(scaler)
+
+    monkeypatch.setattr(torch.amp.GradScaler, "get_scale", noted)
+    found, want = learned("cd-grab", 25, 4, unit, rows, Loop(scale=64.0, parts=2))
+    assert found == want
+    assert not any(asked)
+
+
+@pytest.mark.parametrize(("unit", "rows"), [(1, "exact"), (4, "batch")])
 def test_a_parameter_that_is_unfrozen_later_is_named_once(unit, rows, caplog):
     dataset, net = examples(12), network("frozen")
     sampler = OrderedSampler(dataset, "cd-grab", batch_size=4, unit=unit)

@@ -136,7 +136,7 @@ class SlicedTransport(RankTransport):
             before = self._separate.get(name)
             self._separate[name] = grad.clone() if before is None else before.add_(grad)
 
-    def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
+    def feed(self, claim: BatchClaim | None, loss_scale: Tensor | float) -> None:
         """Start to sign this batch of every worker beside the training loop."""
         # Released before the thread starts, so that the next backward cannot feed them again.
         grads, self._separate = self._separate, {}
@@ -148,7 +148,7 @@ class SlicedTransport(RankTransport):
         if separates:
             slices = self._add_separate(slices, grads)
         # Running sums outlive a change of the scale, so slices must not depend on it.
-        if loss_scale != 1:
+        if isinstance(loss_scale, Tensor) or loss_scale != 1:
             for block in slices:
                 block.div_(loss_scale)
         on_stream = this_stream(self._device)  # The slices were written there.

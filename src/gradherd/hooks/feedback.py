@@ -30,7 +30,7 @@ from gradherd.ordering.sampler import Feeder, OrderedSampler
 from gradherd.rows.layer_plan import unwrap_model
 from gradherd.rows.module_hooks import UncopiedHook, do_nothing
 from gradherd.rows.settings import RowSettings, row_length
-from gradherd.torch_names import current_backward, is_joining, uncompiled
+from gradherd.torch_names import current_backward, current_scale, is_joining, uncompiled
 
 log = logging.getLogger("gradherd")
 
@@ -70,7 +70,8 @@ class OrderFeedback(Feeder):
         self._announced = False  # whether a forward of the model has announced the next backward
         self._stepped = False  # whether an optimizer has stepped inside the backward that waits
         self._cut_off: BatchTicket | None = None  # a batch that was fed back before a step
-        self._loss_scale = 1.0
+        self._loss_scale: Tensor | float = 1.0
+        self._scale_version = -1  # of the scaler's tensor
         self._fed_back = 0  # examples, in all
         named = unwrap_model(model).named_parameters() if sampler.ordering.policy.needs_rows else ()
         self._frozen = {name: p for name, p in named if not p.requires_grad}  # not part of rows
@@ -125,15 +126,21 @@ class OrderFeedback(Feeder):
 
         Not after a step that the scaler skipped: then the scale is another, too.
         """
-        same = ticket == self._ticket and self._scale() == self._loss_scale
-        return same and self._transport.waiting
+        return ticket == self._ticket and self._transport.waiting and self._same_scale()
+
+    def _same_scale(self) -> bool:
+        scale = current_scale(self._scaler)
+        if isinstance(scale, Tensor) and scale._version == self._scale_version:
+            return True
+        return bool(scale == self._loss_scale)
 
     def _expect(self, ticket: BatchTicket | None) -> None:
         """Note which batch the next gradients belong to, and the scale of their loss."""
-        self._ticket, self._loss_scale = ticket, self._scale()
-
-    def _scale(self) -> float:
-        return self._scaler.get_scale() if self._scaler else 1.0
+        self._ticket, scale = ticket, current_scale(self._scaler)
+        if isinstance(scale, Tensor):
+            # A copy, which updates do not change. On a GPU the host does not wait for it.
+            self._scale_version, scale = scale._version, scale.double()
+        self._loss_scale = scale
 
     def before_backward(self) -> None:
         """Note the batch of a backward that no forward of the model announced.

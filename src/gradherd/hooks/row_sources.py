@@ -184,7 +184,7 @@ class BatchGradientSource(RowSource):
             # parameters.
             self._row += self._sketch(flat, offset=span.start)
 
-    def take(self, examples: int, loss_scale: float) -> Tensor:
+    def take(self, examples: int, loss_scale: Tensor | float) -> Tensor:
         """Return the one row of the last backward, less what the loss was multiplied by."""
         assert self._row is not None
         row = self._row
@@ -192,7 +192,7 @@ class BatchGradientSource(RowSource):
             # Not a number: the batch is left out, as one that has overflowed.
             row = torch.full_like(row, torch.nan)
         self.clear()
-        if loss_scale != 1:
+        if isinstance(loss_scale, Tensor) or loss_scale != 1:
             row /= loss_scale
         return row.unsqueeze(0)
 
@@ -223,7 +223,7 @@ class ExampleRowSource(Capture, RowSource):
         super().__init__(model, settings, batch_size=batch_size, sharded=sharded)
         self._unit = unit
 
-    def take(self, examples: int, loss_scale: float) -> Tensor:
+    def take(self, examples: int, loss_scale: Tensor | float) -> Tensor:
         """Return the (U, k) rows of the last backward, less what the loss was multiplied by."""
         single = self.pop_rows(examples, loss_scale=loss_scale)
         if self._unit == 1:

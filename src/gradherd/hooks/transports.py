@@ -47,7 +47,7 @@ class RowTransport:
         """Whether a backward has happened whose rows were not fed back yet."""
         return self.source.waiting
 
-    def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
+    def feed(self, claim: BatchClaim | None, loss_scale: Tensor | float) -> None:
         """Feed back the rows of the backward that was waiting, or drop them without a claim.
 
         All ranks must call it after each backward, also those for which nothing counts. The loss
@@ -194,7 +194,7 @@ class GatheringTransport(RankTransport):
         """What measures the rows of each batch, if somebody wants to know."""
         self._alone = self.world.size == 1
 
-    def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
+    def feed(self, claim: BatchClaim | None, loss_scale: Tensor | float) -> None:
         """Feed back a row for each unit of the batch."""
         if self._gatherer.in_order and not self._alone:
             comparison = self._in_step.compare(claim, self._side)

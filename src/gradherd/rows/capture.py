@@ -274,7 +274,7 @@ class Capture:
 
     # Rows.
 
-    def pop_rows(self, examples: int, *, loss_scale: float = 1.0) -> Tensor:
+    def pop_rows(self, examples: int, *, loss_scale: Tensor | float = 1.0) -> Tensor:
         """Return the rows (B, k) of everything since the last pop, and forget it; exact: (B, D).
 
         B = `examples` is the number of examples of the batch; rows are divided by `loss_scale`,
