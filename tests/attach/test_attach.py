@@ -316,6 +316,30 @@ def test_a_parameter_that_is_unfrozen_later_is_named_once(unit, rows, caplog):
     ]
 
 
+@pytest.mark.parametrize(("unit", "rows"), [(1, "exact"), (4, "batch")])
+def test_a_head_that_is_swapped_after_attach_is_named_once(unit, rows, caplog):
+    dataset, net = examples(12), network()
+    sampler = OrderedSampler(dataset, "cd-grab", batch_size=4, unit=unit)
+    herd = attach(net, order=sampler, rows=rows)
+    net[4] = nn.Linear(6, 3, bias=False).double()
+    for _ in range(2):
+        for x, y in DataLoader(dataset, batch_size=4, sampler=sampler):
+            F.cross_entropy(net(x), y).backward()
+            net.zero_grad()
+        herd.finish()
+    said = [record.getMessage() for record in caplog.records if "put into" in record.getMessage()]
+    assert [one.split(",")[0] for one in said] == ["4.weight was put into the model after attach()"]
+
+
+@pytest.mark.parametrize(("unit", "rows"), [(1, "exact"), (4, "batch")])
+def test_a_model_on_two_devices_is_refused(unit, rows):
+    net, dataset = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3, device="meta")), examples(12)
+    sampler = OrderedSampler(dataset, "cd-grab", batch_size=4, unit=unit)
+    with pytest.raises(ValueError, match="trained on cpu and meta, and a row is on one device"):
+        attach(net, order=sampler, rows=rows)
+    attach(net, order=OrderedSampler(dataset, "d-rr", batch_size=4)).detach()
+
+
 @pytest.mark.parametrize(("unit", "rows"), [(1, "exact"), (1, "sketch"), (4, "batch")])
 def test_complex_parameters_are_refused(unit, rows):
     net, dataset = nn.Linear(5, 3, dtype=torch.complex128), examples(12)

@@ -346,6 +346,12 @@ def _plan_rows(
                 f"parameter {name!r} is complex, and rows have real numbers only: hold it as real "
                 "and imaginary parts (torch.view_as_real), or freeze it"
             )
+    devices = {str(p.device) for p in model.parameters() if p.requires_grad}
+    if policy.needs_rows and len(devices) > 1:
+        raise ValueError(
+            f"model is trained on {' and '.join(sorted(devices))}, and a row is on one device: use "
+            "one for each process, or an order without gradients"
+        )
     if worlds is not None:
         free = worlds.shares_reduce_scatter(order.world) and size < WHOLE_ROWS_BELOW
     else:

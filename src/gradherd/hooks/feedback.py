@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from gradherd.comm.collectives import Stopwatch, all_gather
 from gradherd.flat import FlatSpec
+from gradherd.hooks.fsdp import fsdp_modules
 from gradherd.hooks.parameter_hooks import watch_steps
 from gradherd.hooks.state import check_row_length
 from gradherd.hooks.transports import GatheringTransport, RowFigures, RowTransport
@@ -75,6 +76,8 @@ class OrderFeedback(Feeder):
         self._fed_back = 0  # examples, in all
         named = unwrap_model(model).named_parameters() if sampler.ordering.policy.needs_rows else ()
         self._frozen = {name: p for name, p in named if not p.requires_grad}  # not part of rows
+        self._known = {id(p) for p in model.parameters()}
+        self._model = weakref.ref(unwrap_model(model))
         self._indices: list[int] | None = None
         self._by_index = False
         self._figures: RowFigures | None = None
@@ -168,6 +171,7 @@ class OrderFeedback(Feeder):
     def before_iterating(self) -> None:
         """Feed back what is waiting before an iterator of the sampler starts."""
         self._cut_short()
+        self._warn_of_new()
         self.before_reading()
 
     def before_reading(self) -> None:
@@ -246,6 +250,21 @@ class OrderFeedback(Feeder):
                 "%s was unfrozen after attach(), so rows leave it out: attach again to include it",
                 name,
             )
+
+    def _warn_of_new(self) -> None:
+        """Warn once of each parameter that was put into the model. Looks once in a pass."""
+        model = self._model()
+        # FSDP itself puts whole parameters into the place of shards.
+        if model is None or not self.sampler.ordering.policy.needs_rows or fsdp_modules(model):
+            return
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._known:
+                self._known.add(id(parameter))
+                log.warning(
+                    "%s was put into the model after attach(), so rows leave it out: attach again "
+                    "to include it",
+                    name,
+                )
 
     def observe(self, indices: Sequence[int] | Tensor) -> None:
         """Give the examples of the current batch; see `Herd.observe`."""
