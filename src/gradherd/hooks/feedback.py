@@ -74,10 +74,13 @@ class OrderFeedback(Feeder):
         self._loss_scale: Tensor | float = 1.0
         self._scale_version = -1  # of the scaler's tensor
         self._fed_back = 0  # examples, in all
-        named = unwrap_model(model).named_parameters() if sampler.ordering.policy.needs_rows else ()
+        bare, needs_rows = unwrap_model(model), sampler.ordering.policy.needs_rows
+        named = bare.named_parameters() if needs_rows else ()
         self._frozen = {name: p for name, p in named if not p.requires_grad}  # not part of rows
-        self._known = {id(p) for p in model.parameters()}
-        self._model = weakref.ref(unwrap_model(model))
+        self._known = {id(p) for p in bare.parameters()}
+        self._model = weakref.ref(bare)
+        # FSDP itself puts whole parameters into the place of shards.
+        self._looks = needs_rows and not fsdp_modules(bare)
         self._indices: list[int] | None = None
         self._by_index = False
         self._figures: RowFigures | None = None
@@ -117,8 +120,9 @@ class OrderFeedback(Feeder):
 
     def _goes_on(self, ticket: BatchTicket) -> bool:
         """Return whether a forward is of another part of the batch that waits."""
-        complete = self._transport.source.is_complete(self.sampler.examples_of(ticket))
-        return self._adds_to(ticket) and not self._stepped and not complete
+        if self._stepped or not self._adds_to(ticket):
+            return False
+        return not self._transport.source.is_complete(self.sampler.examples_of(ticket))
 
     def _current_ticket(self) -> BatchTicket | None:
         """Return the batch that the loop has received last; None if that does not matter."""
@@ -254,8 +258,7 @@ class OrderFeedback(Feeder):
     def _warn_of_new(self) -> None:
         """Warn once of each parameter that was put into the model. Looks once in a pass."""
         model = self._model()
-        # FSDP itself puts whole parameters into the place of shards.
-        if model is None or not self.sampler.ordering.policy.needs_rows or fsdp_modules(model):
+        if model is None or not self._looks:
             return
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._known:
