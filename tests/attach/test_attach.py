@@ -566,6 +566,41 @@ def test_batches_out_of_order_are_told_by_index(rows):
     assert sorted(delivered) == sorted([*range(22)] * 2)
 
 
+@pytest.mark.parametrize(("unit", "rows"), [(1, "exact"), (4, "batch")])
+def test_accumulated_batches_are_given_by_index_before_their_forward(unit, rows):
+    orders = []
+    for accumulate in (1, 2):
+        dataset, net = examples(24), network()
+        sampler = OrderedSampler(dataset, "cd-grab", batch_size=4, unit=unit)
+        herd = attach(net, order=sampler, rows=rows)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        indices = sampler.indices()
+        for number, (x, y) in enumerate(DataLoader(dataset, batch_size=4, sampler=sampler)):
+            herd.observe(indices[4 * number : 4 * number + 4])
+            F.cross_entropy(net(x), y).backward()
+            if number % accumulate == accumulate - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        herd.finish()
+        orders.append(lists(sampler.ordering.orders))
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize(("unit", "rows"), [(1, "exact"), (4, "batch")])
+def test_a_batch_that_is_given_by_index_is_one_forward(unit, rows):
+    dataset, net = examples(12), network()
+    sampler = OrderedSampler(dataset, "cd-grab", batch_size=4, unit=unit)
+    herd = attach(net, order=sampler, rows=rows)
+    indices = sampler.indices()[:4]
+    next(iter(DataLoader(dataset, batch_size=4, sampler=sampler)))
+    herd.observe(indices)
+    one_step(net, dataset)
+    with pytest.raises(
+        RuntimeError, match=r"not named: call herd.observe\(indices\) once for each"
+    ):
+        one_step(net, dataset)
+
+
 def test_batches_out_of_order_without_their_indices_are_refused():
     dataset, net = examples(8), network()
     sampler = OrderedSampler(dataset, "cd-grab", batch_size=4)

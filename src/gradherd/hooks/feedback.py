@@ -280,6 +280,8 @@ class OrderFeedback(Feeder):
                     f"observe() needs indices into the data set, whole numbers in [0, {count}), "
                     f"got {index!r}"
                 )
+        if self._indices is not None:
+            self._feed_back()  # the batch before, if gradients are accumulated
         self._transport.by_index()
         self._by_index, self._indices = True, given
 
