@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from gradherd.lazy import lazy_names
 
-# The public names: type checkers and editors read these lines, and so does `lazy_names`.
+# The public names, for type checkers and editors; programs find them by the table below.
 if TYPE_CHECKING:
     from gradherd.comm.world import World as World
     from gradherd.hooks.attach import attach as attach
@@ -37,7 +37,25 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__getattr__, __all__ = lazy_names(__name__)
+_HOMES = {
+    "gradherd.comm.world": ("World",),
+    "gradherd.hooks.attach": ("attach",),
+    "gradherd.hooks.herd": ("Herd",),
+    "gradherd.hooks.state": ("merge_states",),
+    "gradherd.ordering.grab": ("GraB",),
+    "gradherd.ordering.pair_grab": ("CDGraB", "PairGraB"),
+    "gradherd.ordering.registry": ("POLICIES", "make_policy"),
+    "gradherd.ordering.sampler": ("OrderedSampler",),
+    "gradherd.ordering.sign_rules": ("Greedy", "Kernel", "Walk"),
+    "gradherd.rows.settings": ("BatchRows", "ExactRows", "SketchRows", "TwoSidedRows"),
+    "gradherd.sparsify.basics": ("Dense", "TopK"),
+    "gradherd.sparsify.local": ("LocalSteps",),
+    "gradherd.sparsify.partitioned": ("ExDyna", "Micro"),
+    "gradherd.sparsify.registry": ("SPARSIFIERS",),
+    "gradherd.sparsify.settings": ("Sparsify",),
+}
+
+__getattr__, __all__ = lazy_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,7 @@ from gradherd.comm.world import World, keep_group
 from gradherd.flat import FlatSpec, exchangeable
 from gradherd.gpu import has_triton
 from gradherd.hooks.agreement import RankAgreement
-from gradherd.hooks.bucket_hook import hook_is_free
+from gradherd.hooks.bucket_hook import hook_is_free, row_sparse_parameters
 from gradherd.hooks.coordinated_hook import CoordinatedHook, ShardedCoordination
 from gradherd.hooks.exchange import ModelExchange
 from gradherd.hooks.feedback import OrderFeedback, is_attached
@@ -343,13 +343,31 @@ def _plan_rows(
 ) -> RowSettings:
     """Return how to read rows, or raise if this model cannot be used with this sampler."""
     size, policy = FlatSpec.of(model).size, order.ordering.policy
+    for name, parameter in model.named_parameters():
+        if policy.needs_rows and parameter.requires_grad and parameter.is_complex():
+            raise ValueError(
+                f"parameter {name!r} is complex, and rows have real numbers only: hold it as real "
+                "and imaginary parts (torch.view_as_real), or freeze it"
+            )
+    devices = {str(p.device) for p in model.parameters() if p.requires_grad}
+    if policy.needs_rows and len(devices) > 1:
+        raise ValueError(
+            f"model is trained on {' and '.join(sorted(devices))}, and a row is on one device: use "
+            "one for each process, or an order without gradients"
+        )
     if worlds is not None:
         free = worlds.shares_reduce_scatter(order.world) and size < WHOLE_ROWS_BELOW
     else:
         free = isinstance(model, DDP) and hook_is_free(model)
-    free = free and not sparsifies
+    by_rows = isinstance(model, DDP) and order.world.size > 1 and row_sparse_parameters(model)
+    free = free and not sparsifies and not by_rows
     settings, why = resolve_rows(rows, order.unit, order.batch_size), "as asked"
     if isinstance(settings, BatchRows) and not free:
+        if by_rows and policy.needs_rows:
+            raise ValueError(
+                "rows='batch' needs whole gradients from DDP, which averages those of an embedding "
+                "with sparse=True by rows: use 'sketch', or leave sparse out"
+            )
         if isinstance(model, DDP) and order.world.size > 1:
             raise ValueError(
                 "rows='batch' needs the communication hook of DDP, and there is one already: use "

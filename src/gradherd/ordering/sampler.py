@@ -318,6 +318,14 @@ class OrderedSampler(DistributedSampler[Any]):
             return None
         return self._batches.current()
 
+    def is_current(self, ticket: BatchTicket) -> bool:
+        """Return whether a batch is of the current order."""
+        return ticket.epoch_pass.version == self.ordering.version
+
+    def examples_of(self, ticket: BatchTicket) -> int:
+        """Return the number of examples of a batch."""
+        return self._batches.span(ticket)[1]
+
     def claim(
         self, ticket: BatchTicket | None = None, indices: Sequence[int] | None = None
     ) -> BatchClaim | None:

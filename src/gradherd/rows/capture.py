@@ -86,7 +86,6 @@ class Capture:
         self.spec = FlatSpec.of(model)
         self._model, self._reduction = model, settings.reduction
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         # Fixes dtype and device of the rows, also for a batch without any gradient.
         self._like = torch.empty(0)
         if self._parameters:
@@ -181,6 +180,8 @@ class Capture:
         dim, pool = self._dims.model_dim, self._pool
         first = _first_tensor(given, dim)
         pool.batch = None if first is None else first.shape[dim]
+        if torch.is_grad_enabled():
+            pool.last_batch = pool.batch
 
     def _look_at_given(self, count: int, names: tuple[str, ...], *given: Any) -> None:
         self._look_at(given[:count], dict(zip(names, given[count:], strict=True)))
@@ -193,6 +194,14 @@ class Capture:
     def waiting(self) -> bool:
         """Whether a backward has reached a parameter since the last pop."""
         return bool(self._pool.arrived) or self._check.reached
+
+    def next_part(self) -> None:
+        """Put rows to come behind those that wait: the next forward has more of this batch."""
+        self._pool.next_part()
+
+    def is_complete(self, examples: int) -> bool:
+        """Return whether all B = `examples` of a batch have rows that wait."""
+        return max(self._pool.seen, default=0) >= examples
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -243,7 +252,7 @@ class Capture:
         self._choice.choose(mask[count:])
 
     def _refuse_mismatch(self, examples: int) -> None:
-        sizes = set(self._pool.sizes)
+        sizes = self._pool.seen
         if self._pool.differentiated:
             self.clear()
             raise RuntimeError(
@@ -259,12 +268,13 @@ class Capture:
             self.clear()
             raise RuntimeError(
                 f"the model was given {min(sizes - {examples})} examples, but the batch has "
-                f"{examples}: one batch of the loader is one forward"
+                f"{examples}: give the model each batch of the loader in one forward, or in "
+                "several, each followed by its backward"
             )
 
     # Rows.
 
-    def pop_rows(self, examples: int, *, loss_scale: float = 1.0) -> Tensor:
+    def pop_rows(self, examples: int, *, loss_scale: Tensor | float = 1.0) -> Tensor:
         """Return the rows (B, k) of everything since the last pop, and forget it; exact: (B, D).
 
         B = `examples` is the number of examples of the batch; rows are divided by `loss_scale`,
@@ -279,7 +289,6 @@ class Capture:
             self._check.leave_out(self._check.without_batch())
             with torch.no_grad():
                 rows = self._rows(examples)
-            self._warn_of_unfrozen()
         finally:
             self._check.next_batch(self._model.training)
             self.clear()
@@ -303,16 +312,6 @@ class Capture:
             for layer in self._pool.layers
             if not (layer.is_whole or isinstance(layer, DirectLayer) or id(layer) in shared)
         ]
-
-    def _warn_of_unfrozen(self) -> None:
-        """Warn once of each parameter that was frozen when the rows were set up."""
-        for name in [name for name, p in self._frozen.items() if p.requires_grad]:
-            del self._frozen[name]
-            log.warning(
-                "%s was unfrozen after its rows were set up, so they leave it out: attach again to "
-                "include it",
-                name,
-            )
 
     def _rows(self, examples: int) -> Tensor:
         """Return the rows (B, k), neither averaged nor unscaled; exact: (B, D)."""

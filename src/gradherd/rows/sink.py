@@ -151,8 +151,10 @@ class SinkPool:
         self.shares = False
         """Whether examples get copies of what they share: class tokens, positions. Tried when
         batch dimensions are looked for."""
+        self.before = 0
+        """Examples of this batch in earlier forwards (micro-batches): rows to come are behind."""
         self.sizes: set[int] = set()
-        """Numbers of examples whose rows have come in this batch; not of compiled layers."""
+        """Numbers of examples of this batch, as each layer whose rows have come has seen it."""
         self.dtypes: set[torch.dtype] = set()
         """Dtypes of inputs that layers have seen in this batch; not of compiled layers."""
         self.given_dim: int | None = None
@@ -267,16 +269,20 @@ class SinkPool:
         if not backward.accumulates:
             return
         self.begin()  # may have the rows of an earlier backward taken
-        self.sizes |= backward.sizes
+        self.sizes |= {self.before + examples for examples in backward.sizes}
         with torch.no_grad():
             for (stream, key), rows in backward.rows.items():
-                before = self.arrived.get(key)
+                arrived = self.arrived.get(key)
                 if stream != self._stream():  # for which autograd has had this one wait
                     rows.record_stream(torch.cuda.current_stream(rows.device))
-                if before is not None:
+                if self.before:
+                    rows = rows[: max(backward.sizes, default=0)]
+                    behind = max(0, self.examples - self.before - len(rows))
+                    rows = F.pad(rows, (0, 0, self.before, behind))
+                if arrived is not None:
                     # They are of different length only in a step that will be refused.
-                    least = min(len(before), len(rows))
-                    rows = before[:least] + rows[:least]
+                    least = min(len(arrived), len(rows))
+                    rows = arrived[:least] + rows[:least]
                 self.arrived[key] = rows
 
     def _arrive(self, at: int, slot: int, sink: Tensor) -> None:
@@ -285,6 +291,8 @@ class SinkPool:
         assert rows is not None
         backward = self._this_backward()
         backward.accumulates = True
+        if self.last_batch is not None:  # the layer itself does not tell
+            backward.sizes.add(self.last_batch)
         # A graph of CUDA writes its next results to the same place.
         backward.add(self._stream(), layer.place(slot), rows, may_keep=False)
 
@@ -306,10 +314,25 @@ class SinkPool:
             return None
         return batch if self.recorded is not None or batch <= self.examples else None
 
+    @property
+    def seen(self) -> set[int]:
+        """Numbers of examples of this batch, as its forwards have had them."""
+        return self.sizes or ({self.before} if self.before else set())
+
+    def next_part(self) -> None:
+        """Put the rows of the next forward behind those of this batch's earlier ones."""
+        if len(self.sizes) == 1:  # otherwise the batch will be refused
+            (self.before,), self.sizes = self.sizes, set()
+        self._drop_failed()
+
     def clear(self) -> None:
         """Forget what has arrived, but not what waits for the end of the backward that runs."""
         self.arrived, self.sizes, self.strangers, self.dtypes = {}, set(), {}, set()
-        self.differentiated, now = False, current_backward()
+        self.differentiated, self.before = False, 0
+        self._drop_failed()
+
+    def _drop_failed(self) -> None:
+        now = current_backward()
         for task in [task for task in self._open if task != now]:  # of a backward that has failed
             self._open.pop(task).unwatch()
 

@@ -351,7 +351,9 @@ class TappedAttention(Tapped):
         # (B, heads, T, size of a head), whatever comes first outside.
         order = (0, 2, 1, 3) if tokens else (1, 2, 0, 3)
         q, k, v = (one.unflatten(-1, (heads, size // heads)).permute(order) for one in parts)
-        mask = attention_mask(q, k, attn_mask, key_padding_mask)
+        # As torch does it: the mask is not looked at, and the fast kernels know this one.
+        is_causal = is_causal and key_padding_mask is None and not need_weights
+        mask = None if is_causal else attention_mask(q, k, attn_mask, key_padding_mask)
         dropout = module.dropout if module.training else 0.0
         weights = None
         if need_weights:
@@ -360,7 +362,7 @@ class TappedAttention(Tapped):
             weights = F.dropout(weights, dropout) if dropout else weights
             mixed = weights @ v
         else:
-            mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+            mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
         # As torch lays it out, tokens first: dropout behind it draws in the order of memory.
         mixed = as_autocast(mixed.permute(2, 0, 1, 3).flatten(2))
         out = module.out_proj
