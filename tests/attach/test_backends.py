@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradherd.sparsify.virtual_workers import VirtualWorkers
 from tests.attach import backend_work as work
+from tests.local.reference import Reference
 from tests.nccl import BACKENDS, run_over
 
 SIZES = (2, 3)
@@ -35,26 +35,25 @@ def reference(settings, size):
     optimizers = [work.optimizer_of(net) for net in nets]
     targets = [work.targets_of(net, rank) for rank, net in enumerate(nets)]
     small = torch.cat([torch.full((p.numel(),), p.numel() < 256) for p in nets[0].parameters()])
-    behind = torch.argsort(small, stable=True)  # where small parameters lie
-    workers = VirtualWorkers(settings.sent, len(small), size, sparse=int((~small).sum()))
+    few = Reference(int((~small).sum()), size, settings.values)
     shared = nn.Parameter(work.vector(nets[0]))
     momentum = settings.outer_momentum
     outer = torch.optim.SGD([shared], settings.outer_lr, momentum, nesterov=momentum > 0)
     starts, pending = shared.detach().repeat(size, 1), None
+    residuals = torch.zeros(size, len(small))
     path = []
 
     def own():
         return torch.stack([work.vector(net) for net in nets])
 
     def begin():
-        mean, residuals, now = torch.empty(len(small)), torch.empty(size, len(small)), own()
-        mean[behind] = workers.step((starts - now)[:, behind])
-        for worker in workers.workers:
-            worker.decay(settings.decay)
-        residuals[:, behind] = workers.residuals()
-        return now, mean, residuals
+        now = own()
+        given = starts - now + residuals
+        mean = given.mean(0)
+        mean[~small], residuals[:, ~small] = few.mean(given[:, ~small])
+        return now, mean
 
-    def apply(before, mean, residuals, keep):
+    def apply(before, mean, keep):
         nonlocal starts
         shared.grad = mean
         outer.step()

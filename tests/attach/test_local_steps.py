@@ -26,6 +26,7 @@ from tests.attach.local_work import (
     under_way,
     vector,
 )
+from tests.local.reference import Reference
 
 RANKS = 2
 
@@ -39,26 +40,14 @@ def exchanged(settings, size):
     """Return a function that exchanges (R, D) differences: their mean, and the new residuals."""
     shapes = [p.numel() for p in model().parameters()]
     small = torch.cat([torch.full((n,), n < settings.dense_below) for n in shapes])
-    groups = -(-int((~small).sum()) // (size * 256)) * size  # padded to a slice for each worker
-    residuals, lost = torch.zeros(size, len(small)), torch.zeros(groups, 256)
-
-    def signs(values):
-        levels = values.abs().mean(1, keepdim=True).bfloat16().float()
-        return torch.where(values < 0, -levels, levels)
+    few = Reference(int((~small).sum()), size, settings.values)
+    residuals = torch.zeros(size, len(small))
 
     def exchange(moved):
         nonlocal residuals
-        acc, real = residuals + moved, int((~small).sum())
+        acc = residuals + moved
         mean, residuals = acc.mean(0), torch.zeros_like(acc)
-        if settings.values == "int1" and size > 1:
-            padded = torch.zeros(size, groups * 256)
-            padded[:, :real] = acc[:, ~small]
-            sent = torch.stack([signs(row.view(groups, 256)) for row in padded])
-            residuals[:, ~small] = acc[:, ~small] - sent.view(size, -1)[:, :real]
-            total = lost + sent.sum(0)
-            total.view(-1)[real:] = 0
-            lost.copy_(total - signs(total)).view(-1)[real:] = 0
-            mean[~small] = signs(total).view(-1)[:real] / size
+        mean[~small], residuals[:, ~small] = few.mean(acc[:, ~small])
         return mean, residuals
 
     return exchange
@@ -122,7 +111,7 @@ def reference(settings, steps, size=RANKS):
 
 
 @pytest.mark.parametrize(
-    "case", ["diloco", "overlap", "one bit", "one bit, not kept", "one bit, overlap"]
+    "case", ["diloco", "overlap", "two bits", "one bit", "one bit, not kept", "one bit, overlap"]
 )
 def test_it_is_what_the_definition_says(ranks, case):
     expected = reference(CASES[case], 11)
