@@ -260,7 +260,7 @@ class LayerPlan:
         """Return the maps of a weight."""
         maps, name = self.maps, self.names[weight]
         if maps.is_exact:
-            return WholeMap(tuple(weight.shape)), None
+            return WholeMap(tuple(weight.shape), maps), None
         shape = weight.shape[0], math.prod(weight.shape[1:])
         if isinstance(layer, ConvLayer):
             may_be_single = layer.may_be_single

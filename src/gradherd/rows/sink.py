@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradherd.rows.outer_rows import OuterRows
 from gradherd.rows.sketch import has_kernels
 from gradherd.torch_names import (
     call_after_backward,
@@ -128,14 +129,16 @@ class SinkPool:
 
     def __init__(
         self, like: Tensor, examples: int | None, *, is_exact: bool = False,
-        is_sharded: bool = False,
+        keeps_factors: bool = False, is_sharded: bool = False,
     ) -> None:  # fmt: skip
         """Begin without layers.
 
         Rows have the dtype and device of `like`. `examples` is B; None takes that of the largest
-        batch. If `is_sharded`, modules hold shards of their parameters between passes.
+        batch. If `is_sharded`, modules hold shards of their parameters between passes. If
+        `keeps_factors`, exact rows may be `OuterRows`.
         """
         self.like, self.is_exact, self.is_sharded = like, is_exact, is_sharded
+        self._keeps_factors = keeps_factors
         self.examples = examples or 0
         self.batch: Any = None
         """Examples of the forward that runs; None outside of forwards."""
@@ -166,7 +169,7 @@ class SinkPool:
         self.before_first: Callable[[], None] = lambda: None
         """Called before what each backward brings is noted."""
         self._begun = -1  # number of the last backward that has brought something
-        self.arrived: dict[str, Tensor] = {}
+        self.arrived: dict[str, Any] = {}
         """Rows that have arrived: (B, k) of all layers at `ROW`, (B, N) of single maps by key."""
         self.layers: list[SketchedLayer] = []
         self.has_kernels = not is_exact and like.dtype == torch.float32 and has_kernels(like.device)
@@ -229,6 +232,10 @@ class SinkPool:
                 backward.sizes.add(examples)
         if not (use[3] or use[4]):
             return
+        if self._keeps_factors:
+            # They outlive the backward. What the user has made may be written to until then.
+            inputs = inputs.clone() if inputs.grad_fn is None else inputs.detach()
+            grads = grads.detach()
         found = layer.rows(inputs, grads, use, saved)
         for slot, rows in ((SINGLE if use[2] else MATRIX, found[0]), (VECTOR, found[1])):
             if rows is not None:
@@ -319,7 +326,7 @@ class OpenBackward:
 
     def __init__(self, examples: int, like: Tensor) -> None:
         self._examples, self._like = examples, like
-        self.rows: dict[tuple[int, str], Tensor] = {}
+        self.rows: dict[tuple[int, str], Any] = {}
         """Those that layers add to, by stream and key."""
         self._scratch: dict[int, Tensor] = {}  # by stream
         self.sizes: set[int] = set()
@@ -346,9 +353,14 @@ class OpenBackward:
             memory = self._scratch[stream] = self._like.new_empty(size, dtype=torch.uint8)
         return memory.data_ptr()
 
-    def add(self, stream: int, place: Place, rows: Tensor, *, may_keep: bool = True) -> None:
+    def add(self, stream: int, place: Place, rows: Any, *, may_keep: bool = True) -> None:
         """Add rows (n, ...) at a place; they may be kept as they are, if they are all."""
         key, width, start = place
+        before = self.rows.get((stream, key))
+        if isinstance(rows, OuterRows) or isinstance(before, OuterRows):
+            least = min(len(rows), len(rows if before is None else before))
+            self.rows[stream, key] = rows if before is None else before[:least] + rows[:least]
+            return
         is_all = rows.shape == (self._examples, width) and rows.dtype == self._like.dtype
         if is_all and may_keep and (stream, key) not in self.rows:
             self.rows[stream, key] = rows.contiguous()
@@ -506,11 +518,12 @@ class SketchedLayer(ABC):
                 )
         return self._plans[key]
 
-    def padded(self, rows: Tensor | None) -> Tensor | None:
+    def padded(self, rows: Any) -> Tensor | None:
         """Give rows of a short batch the length of the sink."""
-        if rows is None or rows.shape[0] == self.pool.examples:
-            return rows
-        return F.pad(rows, (0, 0, 0, self.pool.examples - rows.shape[0]))
+        formed: Tensor | None = rows.dense() if isinstance(rows, OuterRows) else rows
+        if formed is None or formed.shape[0] == self.pool.examples:
+            return formed
+        return F.pad(formed, (0, 0, 0, self.pool.examples - formed.shape[0]))
 
     def guessed_dim(self, inputs: Tensor) -> int | None:
         """Return the dimension of an input that holds the examples; None if there is none.
