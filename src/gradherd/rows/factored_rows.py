@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gradherd.flat import FlatSpec
+from gradherd.rows.outer_rows import Squares, square
 
 Part = Any
 """Rows of one parameter: a tensor (B, N), or `OuterRows`."""
@@ -74,9 +75,9 @@ class FactoredRows:
     @cached_property
     def gram(self) -> Tensor:
         """Inner products of the rows, (B, B); computed once."""
-        total = self._like.new_zeros(len(self), len(self))
+        total, known = self._like.new_zeros(len(self), len(self)), Squares()
         for part in self._parts.values():
-            total += part @ part.T if isinstance(part, Tensor) else part.gram()
+            total += square(part, known) if isinstance(part, Tensor) else part.gram(known)
         return total.mul_(self._scale**2)
 
     def combine(self, weights: Tensor) -> Tensor:

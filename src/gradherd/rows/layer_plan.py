@@ -149,8 +149,9 @@ class ParameterUse:
     def silence(self, arrived: Mapping[str, Tensor]) -> None:
         """Leave the parameter out of rows (B, N) that have arrived, and of all later ones."""
         one = self.layer.maps[self.slot]
-        for _, rows in arrived_rows([self], arrived):
-            rows.zero_()
+        if not self.layer.is_whole:  # else left out where rows are put together
+            for _, rows in arrived_rows([self], arrived):
+                rows.zero_()
         if not isinstance(one, WholeMap):
             signs = one.signs[one.parts[self.local]] if self.local else one.signs
             # In place: a compiled model goes on as it is, with rows of zero.

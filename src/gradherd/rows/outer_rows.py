@@ -29,6 +29,18 @@ def products(left: Tensor, right: Tensor) -> Tensor:
     return torch.bmm(left, right)
 
 
+Squares = dict[Any, Tensor]
+"""Products of matrices with themselves, by where the matrices are."""
+
+
+def square(matrix: Tensor, known: Squares) -> Tensor:
+    """Return x x^T of (B, N), computed once: weight and bias of a layer have a factor in common."""
+    key = matrix.data_ptr(), matrix.shape, matrix.stride()
+    if key not in known:
+        known[key] = matrix @ matrix.T
+    return known[key]
+
+
 class OuterRows:
     """Rows (B, N) that are not formed. What it has in common with a tensor, it has by that name."""
 
@@ -71,11 +83,6 @@ class OuterRows:
         return both if both.is_smaller() else both.dense()
 
     __radd__ = __add__
-
-    def zero_(self) -> None:
-        """Make all rows zero."""
-        self.right = torch.zeros_like(self.right)
-        self._versions = self.left._version, self.right._version
 
     def record_stream(self, stream: Any) -> None:
         """Keep the memory until a stream has come so far."""
@@ -125,9 +132,11 @@ class OuterRows:
         self.combine(self.right.new_ones(len(self)), out)
         return out
 
-    def gram(self) -> Tensor:
+    def gram(self, known: Squares) -> Tensor:
         """Return the inner products of the rows: (B, B)."""
         (count, positions, columns), height = self.right.shape, self.shape[0]
+        if positions == 1 and not self.table:
+            return square(self.left[:, 0], known) * square(self.right[:, 0], known)
         # Which one takes fewer multiplications.
         by_pairs = count * positions**2 * (height + columns)
         by_blocks = (positions + count) * height * columns

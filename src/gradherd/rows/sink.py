@@ -138,7 +138,7 @@ class SinkPool:
         `keeps_factors`, exact rows may be `OuterRows`.
         """
         self.like, self.is_exact, self.is_sharded = like, is_exact, is_sharded
-        self._keeps_factors = keeps_factors
+        self.keeps_factors = keeps_factors
         self.examples = examples or 0
         self.batch: Any = None
         """Examples of the forward that runs; None outside of forwards."""
@@ -232,7 +232,7 @@ class SinkPool:
                 backward.sizes.add(examples)
         if not (use[3] or use[4]):
             return
-        if self._keeps_factors:
+        if self.keeps_factors:
             # They outlive the backward. What the user has made may be written to until then.
             inputs = inputs.clone() if inputs.grad_fn is None else inputs.detach()
             grads = grads.detach()
@@ -255,7 +255,7 @@ class SinkPool:
         """Return what the backward that runs has brought so far."""
         task = current_backward()
         if task not in self._open:
-            self._open[task] = OpenBackward(self.examples, self.like)
+            self._open[task] = OpenBackward(self.examples, self.like, keeps=self.keeps_factors)
             call_after_backward(partial(self._end, task))
         return self._open[task]
 
@@ -324,8 +324,8 @@ class SinkPool:
 class OpenBackward:
     """What a backward has brought so far: rows that wait until it is over."""
 
-    def __init__(self, examples: int, like: Tensor) -> None:
-        self._examples, self._like = examples, like
+    def __init__(self, examples: int, like: Tensor, *, keeps: bool) -> None:
+        self._examples, self._like, self._keeps = examples, like, keeps
         self.rows: dict[tuple[int, str], Any] = {}
         """Those that layers add to, by stream and key."""
         self._scratch: dict[int, Tensor] = {}  # by stream
@@ -356,10 +356,12 @@ class OpenBackward:
     def add(self, stream: int, place: Place, rows: Any, *, may_keep: bool = True) -> None:
         """Add rows (n, ...) at a place; they may be kept as they are, if they are all."""
         key, width, start = place
-        before = self.rows.get((stream, key))
-        if isinstance(rows, OuterRows) or isinstance(before, OuterRows):
-            least = min(len(rows), len(rows if before is None else before))
-            self.rows[stream, key] = rows if before is None else before[:least] + rows[:least]
+        if self._keeps:  # they may be what the layer got or gave
+            before = self.rows.get((stream, key))
+            if before is not None:
+                least = min(len(before), len(rows))
+                rows = before[:least] + rows[:least]
+            self.rows[stream, key] = rows if may_keep else rows.clone()
             return
         is_all = rows.shape == (self._examples, width) and rows.dtype == self._like.dtype
         if is_all and may_keep and (stream, key) not in self.rows:

@@ -54,6 +54,8 @@ class LinearLayer(SketchedLayer):
         total = None
         if wanted[1]:
             dtype = self.pool.like.dtype  # also of sums over positions
+            # Nothing is copied where it is kept as it is.
+            single = single or (self.pool.keeps_factors and left.shape[1] == 1)
             total = left[:, 0].to(dtype) if single else left.sum(1, dtype=dtype)
             if part is not None:
                 total = F.pad(total, (part[0], self.vector.size - part[1]))

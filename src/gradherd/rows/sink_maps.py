@@ -326,7 +326,7 @@ class VectorMap(Map):
 
         `sizes` are the elements of each parameter that is part of the vector, by name.
         """
-        self.size = sum(sizes.values())
+        self.size, self.keeps = sum(sizes.values()), settings.keeps_factors
         if settings.is_exact:
             drawn = torch.ones(self.size)
         else:
@@ -339,7 +339,7 @@ class VectorMap(Map):
 
     def finish(self, columns: Tensor) -> Tensor:
         """Give columns (B, size) their signs."""
-        return columns * self.signs
+        return columns if self.keeps else columns * self.signs
 
     def project(self, local: str, grad: Tensor) -> Tensor:
         """Return the columns of one parameter's whole gradient."""
