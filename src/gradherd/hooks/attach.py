@@ -33,6 +33,7 @@ from gradherd.ordering.coordination import scatters_columns
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.layer_plan import unwrap_model
 from gradherd.rows.settings import (
+    SMALL_MODEL,
     BatchRows,
     RowSettings,
     choose_rows,
@@ -297,8 +298,10 @@ def _make_transport(
         return ShardedCoordination(model, order)
     # A hook on the wrapper runs before the graph, one on what it wraps is part of it.
     read = module if called is model else called
-    source = make_row_source(read, settings, order.unit, order.batch_size)
     device, size = next(module.parameters()).device, FlatSpec.of(module).size
+    # Rows of a small model are formed in less time than they are spared.
+    keeps = order.ordering.policy.takes_implicit and world.size == 1 and size > SMALL_MODEL
+    source = make_row_source(read, settings, order.unit, order.batch_size, keeps_factors=keeps)
     scatters = scatters_columns(row_length(settings, size), size, world.size)
     return GatheringTransport(source, order, device, size if scatters else None)
 

@@ -217,29 +217,45 @@ class ExampleRowSource(Capture, RowSource):
         settings: ExactRows | SketchRows | TwoSidedRows,
         unit: int,
         batch_size: int,
+        keeps_factors: bool = False,
     ) -> None:
         bare = unwrap_model(model)
         sharded = gradient_registrar(bare) if fsdp_modules(bare) else None
-        super().__init__(model, settings, batch_size=batch_size, sharded=sharded)
+        super().__init__(
+            model, settings, batch_size=batch_size, sharded=sharded, keeps_factors=keeps_factors
+        )
         self._unit = unit
 
-    def take(self, examples: int, loss_scale: Tensor | float) -> Tensor:
-        """Return the (U, k) rows of the last backward, less what the loss was multiplied by."""
-        single = self.pop_rows(examples, loss_scale=loss_scale)
+    def take(self, examples: int, loss_scale: Tensor | float) -> Any:
+        """Return the (U, k) rows of the last backward, less what the loss was multiplied by.
+
+        A tensor, or `FactoredRows`.
+        """
+        single = self.pop(examples, loss_scale=loss_scale)
         if self._unit == 1:
             return single
         # A unit is ordered by the mean gradient of its examples.
+        if not isinstance(single, Tensor):
+            return single.means(self._unit)
         return single.view(len(single) // self._unit, self._unit, -1).mean(1)
 
 
 def make_row_source(
-    model: nn.Module, settings: RowSettings, unit: int, batch_size: int
+    model: nn.Module,
+    settings: RowSettings,
+    unit: int,
+    batch_size: int,
+    *,
+    keeps_factors: bool = False,
 ) -> BatchGradientSource | ExampleRowSource:
-    """Return the source that reads rows off a bare model as the settings say."""
+    """Return the source that reads rows off a bare model as the settings say.
+
+    `keeps_factors` as of `Capture`.
+    """
     # One unit per batch: its gradient is p.grad itself, and no layer need be read.
     if unit == batch_size or isinstance(settings, BatchRows):
         sketch = None
         if isinstance(settings, SketchRows | TwoSidedRows):
             sketch = CountSketch(row_length(settings, FlatSpec.of(model).size), settings.seed)
         return BatchGradientSource(model, sketch)
-    return ExampleRowSource(model, settings, unit, batch_size)
+    return ExampleRowSource(model, settings, unit, batch_size, keeps_factors)

@@ -277,7 +277,7 @@ class GatheringTransport(RankTransport):
 # --- What rows tell beside an order ------------------------------------------------------------
 
 
-def signal_and_noise(rows: Tensor, unit: int) -> Tensor:
+def signal_and_noise(rows: Any, unit: int) -> Tensor:
     """Return (2,) estimates from (U, D) rows of `unit` examples each, U at least 2.
 
     The first is that of the squared norm of the true gradient, which may be negative; the second
@@ -289,7 +289,11 @@ def signal_and_noise(rows: Tensor, unit: int) -> Tensor:
     tensor([3., 2.])
     """
     small, big = unit, unit * len(rows)
-    of_rows, of_mean = rows.square().sum(1).mean(), rows.mean(0).square().sum()
+    if isinstance(rows, Tensor):
+        of_rows, of_mean = rows.square().sum(1).mean(), rows.mean(0).square().sum()
+    else:  # not formed
+        gram = rows.gram.float()
+        of_rows, of_mean = gram.diagonal().mean(), gram.mean()
     signal = (big * of_mean - small * of_rows) / (big - small)
     return torch.stack([signal, (of_rows - of_mean) / (1 / small - 1 / big)])
 
@@ -306,10 +310,13 @@ class RowFigures:
         self._norms: Tensor | None = None  # (U,) of the last batch
         self._average: Tensor | None = None  # (2,) signal and noise
 
-    def add(self, rows: Tensor) -> None:
+    def add(self, rows: Any) -> None:
         """Measure the (U, D) rows of a batch, without a wait for the device."""
-        rows = rows.detach().float()
-        self._norms = torch.linalg.vector_norm(rows, dim=1)
+        if isinstance(rows, Tensor):
+            rows = rows.detach().float()
+            self._norms = torch.linalg.vector_norm(rows, dim=1)
+        else:
+            self._norms = rows.gram.diagonal().float().clamp(min=0).sqrt()
         if len(rows) < 2:  # one size of b tells no noise
             return
         both = signal_and_noise(rows, self._unit)
