@@ -166,7 +166,9 @@ def test_what_comes_of_it(dim, momentum, owes, keeps, delta, ok):
     if not keeps:
         waits = owed if owes else torch.zeros_like(owed)
         assert torch.equal(room[real], (unsent if good else waits)[real])
-    torch.testing.assert_close(float(squares), float(unsent[real].square().sum()), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        float(squares), float(unsent[real].square().sum()), rtol=1e-4, atol=0
+    )
 
 
 @pytest.mark.parametrize("keep", [True, False])

@@ -330,6 +330,8 @@ class SinkPool:
         """Put the rows of the next forward behind those of this batch's earlier ones."""
         if len(self.sizes) == 1:  # otherwise the batch will be refused
             (self.before,), self.sizes = self.sizes, set()
+            for key, rows in self.arrived.items():  # those that are not formed have no padding yet
+                self.arrived[key] = padded(rows, 0, max(0, self.examples - len(rows)))
         self._drop_failed()
 
     def clear(self) -> None:
