@@ -19,14 +19,15 @@ from gradherd.cli.main import COMMANDS
 
 ROOT = Path(gradherd.__file__).parent
 
-# Room -> rooms it may import. The core is rows, comm, ordering, sparsify, hooks; the lab measures
-# it and is never imported by it. The two halves, ordering and sparsify, do not know each other.
-CORE = {"rows", "comm", "ordering", "sparsify", "hooks"}
+# Room -> rooms it may import. The core is rows, comm, ordering, sparsify, local, hooks; the lab
+# measures it and is never imported by it. Ordering, sparsify and local do not know each other.
+CORE = {"rows", "comm", "ordering", "sparsify", "local", "hooks"}
 ALLOWED = {
     "comm": {"comm"},
     "rows": {"rows"},
     "ordering": {"ordering", "comm"},
     "sparsify": {"sparsify", "comm"},
+    "local": {"local", "comm"},
     "hooks": CORE,
     "integrations": {"integrations", *CORE},
     "replay": {"replay", "ordering", "sparsify"},
