@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradherd.cli.terminal import print_json, print_table
-
 ROOT = Path(__file__).parent.parent
 
 
@@ -177,6 +175,7 @@ def is_slower(row: Mapping[str, Any], limit: float) -> bool:
 
 def print_rows(rows: Sequence[Mapping[str, Any]], commit: str, limit: float) -> None:
     """Print the table."""
+    from gradherd.cli.terminal import print_table
 
     def seconds(row: Mapping[str, Any], side: str) -> str:
         least, spread = row[f"seconds_{side}"], row[f"spread_{side}"]
@@ -262,6 +261,8 @@ def main(arguments: Sequence[str] | None = None, run: Run = run_case) -> int:
         rows = measure({name: CASES[name] for name in names}, ROOT, there, given.repeats, run)
     slower = [row["case"] for row in rows if is_slower(row, given.limit)]
     if given.json:
+        from gradherd.cli.terminal import print_json
+
         print_json({"commit": given.commit, "limit": given.limit, "rows": rows, "slower": slower})
     else:
         print_rows(rows, given.commit, given.limit)
