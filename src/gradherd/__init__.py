@@ -49,7 +49,7 @@ _HOMES = {
     "gradherd.ordering.sign_rules": ("Greedy", "Kernel", "Walk"),
     "gradherd.rows.settings": ("BatchRows", "ExactRows", "SketchRows", "TwoSidedRows"),
     "gradherd.sparsify.basics": ("Dense", "TopK"),
-    "gradherd.sparsify.local": ("LocalSteps",),
+    "gradherd.local.settings": ("LocalSteps",),
     "gradherd.sparsify.partitioned": ("ExDyna", "Micro"),
     "gradherd.sparsify.registry": ("SPARSIFIERS",),
     "gradherd.sparsify.settings": ("Sparsify",),

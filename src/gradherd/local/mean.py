@@ -27,7 +27,7 @@ from gradherd.gpu import has_triton
 
 LARGEST = 1e30
 """A difference beyond this counts as not finite: sums of such values could overflow."""
-_BLOCK = 1 << 16  # coordinates that a CPU takes at a time: all that is read of them stays cached
+_BLOCK = 1 << 15  # coordinates that a CPU takes at a time: all that is read of them stays cached
 _SIGNS = 1.0 - 2.0 * np.unpackbits(
     np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"
 )
