@@ -262,7 +262,7 @@ class Run:
         self._exchange: Any = None
         if arm.kind == "local":
             # Rows are padded as vectors of an exchange are; `_weights` is what counts of them.
-            self._exchange = SharedWeights(local, dim, 0, 0, workers, device=device)
+            self._exchange = SharedWeights.simulate(local, dim, 0, 0, workers, device=device)
             self._rows = torch.zeros(workers, self._exchange.numel, device=device)
             self._rows[:, :dim] = self._shared
             self._exchange.start(self._rows[0].clone())
@@ -335,7 +335,7 @@ class Run:
         self._adamw(self._weights, grad, self._m, self._v, rate, corrections)
         due = self._step % arm.every == 0 or self._step == self._steps
         if arm.kind == "local" and due:
-            exchange.apply(exchange.exchange(list(self._rows)))  # in place
+            exchange.exchange(list(self._rows))  # in place
             self.bytes += exchange.bytes
         elif arm.kind == "sparseloco" and due:
             self._outer.step(exchange.step(self._starts - self._weights))

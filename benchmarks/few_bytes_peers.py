@@ -32,7 +32,7 @@ class FewBitGradients:
 
     def __init__(self, values: Any, dim: int, workers: int, device: torch.device) -> None:
         settings = LocalSteps(every=1, values=values, outer_momentum=0.0, keep_residual=False)
-        self._shared = SharedWeights(settings, dim, 0, 0, workers, device=device)
+        self._shared = SharedWeights.simulate(settings, dim, 0, 0, workers, device=device)
         self._shared.start(torch.zeros(self._shared.numel, device=device))
         self._rows = torch.zeros(workers, self._shared.numel, device=device)
         self.metrics: dict[str, int] = {}
@@ -41,7 +41,7 @@ class FewBitGradients:
         """Return the mean of (R, D) gradients as all workers get it."""
         torch.neg(grads, out=self._rows[:, : grads.shape[1]])
         mean = self._shared.outer.shared.zero_()
-        self._shared.apply(self._shared.exchange(list(self._rows)))
+        self._shared.exchange(list(self._rows))
         self.metrics = {"bytes": self._shared.bytes}
         return mean[: grads.shape[1]].neg()
 

@@ -112,9 +112,8 @@ def on_gpu(size: int, values: Any, ranks: int, repeats: int) -> dict[str, Any]:
     shared.start(weights.read())
 
     def exchange() -> None:
-        arrival = shared.exchange([weights.read(shared.empty())], defers=True)
-        (new,) = shared.apply(arrival)
-        weights.write(new)
+        arrival = shared.exchange([weights.read(*shared.room())], defers=True)
+        weights.write(*arrival.weights)
 
     exchange()
     torch.cuda.synchronize()
@@ -146,7 +145,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     options = parser.parse_args()
     cpu = options.device == "cpu"
-    for size in map(int, map(float, (options.sizes or ("10e6" if cpu else "124e6,1e9")).split(","))):
+    sizes = (options.sizes or ("10e6" if cpu else "124e6,1e9")).split(",")
+    for size in (int(float(text)) for text in sizes):
         for ranks in map(int, options.ranks.split(",")):
             for values in options.values.split(","):
                 about: dict[str, Any] = {"coordinates": size, "ranks": ranks, "values": values}

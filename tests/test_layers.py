@@ -1,8 +1,11 @@
 """The tree's rule: who may import whom, read from the source itself."""
 
 import ast
+import compileall
 import functools
 import importlib
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -144,6 +147,21 @@ def test_lazy_names_are_those_that_type_checkers_see(package):
     assert module.__all__ == list(seen)
     for name, home in seen.items():
         assert getattr(module, name) is getattr(importlib.import_module(home), name)
+
+
+def test_an_install_without_sources(tmp_path):
+    shutil.copytree(ROOT, tmp_path / "gradherd", ignore=shutil.ignore_patterns("__pycache__"))
+    compileall.compile_dir(tmp_path, quiet=1, legacy=True)
+    for source in tmp_path.rglob("*.py"):
+        source.unlink()
+    code = (
+        "import gradherd, gradherd.lab.tasks; print(gradherd.__file__, gradherd.attach, "
+        "gradherd.lab.tasks.TASKS)"
+    )
+    options = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(tmp_path)}}
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, **options)
+    assert said.returncode == 0, said.stderr
+    assert said.stdout.startswith(str(tmp_path / "gradherd" / "__init__.pyc"))
 
 
 def test_lazy_names_of_gradherd():

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from gradherd.lazy import lazy_names
 
-# The public names: type checkers and editors read these lines, and so does `lazy_names`.
+# The public names, for type checkers and editors; programs find them by the table below.
 if TYPE_CHECKING:
     from gradherd.comm.world import World as World
     from gradherd.hooks.attach import attach as attach
     from gradherd.hooks.herd import Herd as Herd
     from gradherd.hooks.state import merge_states as merge_states
+    from gradherd.local.settings import LocalSteps as LocalSteps
     from gradherd.ordering.grab import GraB as GraB
     from gradherd.ordering.pair_grab import CDGraB as CDGraB
     from gradherd.ordering.pair_grab import PairGraB as PairGraB
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from gradherd.rows.settings import TwoSidedRows as TwoSidedRows
     from gradherd.sparsify.basics import Dense as Dense
     from gradherd.sparsify.basics import TopK as TopK
-    from gradherd.local.settings import LocalSteps as LocalSteps
     from gradherd.sparsify.partitioned import ExDyna as ExDyna
     from gradherd.sparsify.partitioned import Micro as Micro
     from gradherd.sparsify.registry import SPARSIFIERS as SPARSIFIERS
@@ -37,7 +37,25 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__getattr__, __all__ = lazy_names(__name__)
+_HOMES = {
+    "gradherd.comm.world": ("World",),
+    "gradherd.hooks.attach": ("attach",),
+    "gradherd.hooks.herd": ("Herd",),
+    "gradherd.hooks.state": ("merge_states",),
+    "gradherd.ordering.grab": ("GraB",),
+    "gradherd.ordering.pair_grab": ("CDGraB", "PairGraB"),
+    "gradherd.ordering.registry": ("POLICIES", "make_policy"),
+    "gradherd.ordering.sampler": ("OrderedSampler",),
+    "gradherd.ordering.sign_rules": ("Greedy", "Kernel", "Walk"),
+    "gradherd.rows.settings": ("BatchRows", "ExactRows", "SketchRows", "TwoSidedRows"),
+    "gradherd.sparsify.basics": ("Dense", "TopK"),
+    "gradherd.local.settings": ("LocalSteps",),
+    "gradherd.sparsify.partitioned": ("ExDyna", "Micro"),
+    "gradherd.sparsify.registry": ("SPARSIFIERS",),
+    "gradherd.sparsify.settings": ("Sparsify",),
+}
+
+__getattr__, __all__ = lazy_names(__name__, _HOMES)
 
 
 def __dir__() -> list[str]:

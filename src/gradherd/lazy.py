@@ -4,10 +4,9 @@ Importing torch takes seconds. The command line shows the names of all orders an
 help, and should not wait for the code behind them.
 """
 
-import ast
 import sys
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -83,18 +82,17 @@ class _Home(str):
     """Where a value is that was not looked up yet."""
 
 
-def lazy_names(package: str) -> tuple[Callable[[str], Any], list[str]]:
+def lazy_names(
+    package: str, homes: Mapping[str, Iterable[str]]
+) -> tuple[Callable[[str], Any], list[str]]:
     """Return `__getattr__` and `__all__` of a package whose names are imported when first used.
 
-    The names are those that the package, given by its `__name__`, imports under `if
-    TYPE_CHECKING:`, so type checkers and programs read the same lines.
+    `package` is its `__name__`; `homes` are the modules that hold its names.
     """
     module = sys.modules[package]
-    tree = ast.parse(module.__loader__.get_source(package))  # type: ignore[union-attr]
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    homes = {alias.name: f"{node.module}:{alias.name}" for node in imports for alias in node.names}
-    names = LazyRegistry[Any]("name", homes)
+    names = LazyRegistry[Any](
+        "name", {name: f"{home}:{name}" for home, own in homes.items() for name in own}
+    )
 
     def find(name: str) -> Any:
         if name not in names:

@@ -56,6 +56,7 @@ OPTIONAL_NAMES = {
     "public way takes as long as a launch. Builds of torch for CPUs have no such name",
     "torch._C._distributed_c10d.Backend.Options._timeout": "how long a rank waits for its peers; "
     "without it, as long as torch's default says",
+    "torch.nn.parallel.DistributedDataParallel._join_config": "whether a loop runs inside join()",
 }
 """Those that a version may lack."""
 
@@ -98,7 +99,6 @@ def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
     As `torch.compiler.disable`, which loads the compiler.
     """
-
     disabled: Callable[..., Any] | None = None
 
     @wraps(function)
@@ -156,11 +156,25 @@ def comm_hook_states(ddp: DDP) -> list[Any]:
     return [state for _, state in ddp._comm_hooks]
 
 
+def is_joining(ddp: DDP) -> bool:
+    """Return whether a DDP model is used inside `ddp.join()`."""
+    return bool(getattr(getattr(ddp, "_join_config", None), "enable", False))
+
+
 def scale_on_device(scaler: GradScaler | None) -> Tensor | None:
     """Return the loss scale as a tensor, without waiting for a GPU; None is 1."""
     if scaler is None or not scaler.is_enabled():
         return None
     return scaler._get_scale_async()
+
+
+def current_scale(scaler: GradScaler | None) -> Tensor | float:
+    """Return the loss scale: the tensor that updates change, so that nobody waits for a GPU."""
+    if scaler is None:
+        return 1.0
+    # There is none before the first loss is scaled.
+    tensor: Tensor | None = getattr(scaler, "_get_scale_async", lambda: None)()
+    return scaler.get_scale() if tensor is None else tensor
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from gradherd.comm import collectives
+from gradherd.comm.message_sizes import DEFAULT_DENSITY
 from gradherd.comm.script import Request, Script, ScriptResult, check_equal
 from gradherd.sparsify.kernels import topk_indices
-from gradherd.comm.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.selector import Proposal, Selection, Selector, Step, check_density
 
 

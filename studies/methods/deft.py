@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradherd.comm.message_sizes import DEFAULT_DENSITY
 from gradherd.comm.script import Script
 from gradherd.sparsify.kernels import topk_indices
-from gradherd.comm.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.partitions import even_cuts
 from gradherd.sparsify.selecting import gather_indices
 from gradherd.sparsify.selector import (

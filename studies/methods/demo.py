@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradherd.comm.script import AllGather, Script
 from gradherd.comm.message_sizes import DEFAULT_DENSITY
+from gradherd.comm.script import AllGather, Script
 from gradherd.sparsify.selecting import gather_indices
 from gradherd.sparsify.selector import Proposal, Selection, Selector, Step, check_density
 

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradherd.comm.collectives import PendingCollective, nbytes
+from gradherd.comm.message_sizes import DEFAULT_DENSITY
 from gradherd.comm.script import Request, Script, ScriptResult
 from gradherd.sparsify.kernels import topk_indices
-from gradherd.comm.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.selector import (
     Proposal,
     Selection,

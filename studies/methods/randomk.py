@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradherd.comm.script import Script
 from gradherd.comm.message_sizes import DEFAULT_DENSITY
+from gradherd.comm.script import Script
 from gradherd.sparsify.partitions import even_cuts
 from gradherd.sparsify.selector import Selection, Selector, Step, check_density
 

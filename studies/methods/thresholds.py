@@ -35,9 +35,9 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.checks import check_numbers
+from gradherd.comm.message_sizes import DEFAULT_DENSITY
 from gradherd.comm.script import Script
 from gradherd.sparsify.kernels import indices_above, topk_indices
-from gradherd.comm.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.selecting import gather_union
 from gradherd.sparsify.selector import (
     Proposal,

@@ -54,6 +54,8 @@ def network(kind="mlp"):
     net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 3))
     if kind == "frozen":
         net[0].requires_grad_(False)
+    if kind == "ignored":  # DDP does not average it
+        DDP._set_params_and_buffers_to_ignore_for_model(net, ["2.weight"])
     return net.double()
 
 
@@ -108,6 +110,8 @@ class Loop:
     accumulate: int = 1
     """Batches of an optimizer step."""
     no_sync: bool = False
+    parts: int = 1
+    """Micro-batches of a batch, each with a forward and a backward of its own."""
     to_none: bool = True
     clip: bool = False
     look: str = ""
@@ -159,15 +163,19 @@ def train(net, model, sampler, loop=None, rows="auto", loader=None, herd=None, a
         last = -(-(len(sampler) - sampler.start) // sampler.batch_size) - 1
         for number, (x, y) in enumerate(herd.batches(loader) if loader.num_workers else loader):
             steps = (number + 1) % loop.accumulate == 0 or number == last
-            quiet = loop.no_sync and isinstance(model, DDP) and not steps
-            with model.no_sync() if quiet else contextlib.nullcontext():
-                loss = F.cross_entropy(model(x), y)
-                if (epoch, number, sampler.world.rank) in loop.bad:
-                    loss = loss * float("inf")
-                for count in range(loop.backwards):
-                    part = loss / loop.backwards
-                    part = part if scaler is None else scaler.scale(part)
-                    part.backward(retain_graph=count + 1 < loop.backwards)
+            for at_part, (inputs, labels) in enumerate(
+                zip(x.chunk(loop.parts), y.chunk(loop.parts), strict=True), 1
+            ):
+                averages = steps and at_part == loop.parts
+                quiet = loop.no_sync and isinstance(model, DDP) and not averages
+                with model.no_sync() if quiet else contextlib.nullcontext():
+                    loss = F.cross_entropy(model(inputs), labels) * len(inputs) / len(x)
+                    if (epoch, number, sampler.world.rank) in loop.bad:
+                        loss = loss * float("inf")
+                    for count in range(loop.backwards):
+                        part = loss / loop.backwards
+                        part = part if scaler is None else scaler.scale(part)
+                        part.backward(retain_graph=count + 1 < loop.backwards)
             if steps:
                 if loop.clip:
                     nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
@@ -192,7 +200,10 @@ def learned(policy, count, batch, unit, rows, loop=None, kind="mlp", seed=3):
     _travel(loop.together)
     dataset, net = examples(count), network(kind)
     sampler = OrderedSampler(dataset, policy, batch_size=batch, unit=unit, seed=seed)
-    gradients = unit_gradients(network(kind.split()[0]), dataset, sampler)
+    apart = network(kind.split()[0])
+    if kind == "ignored":
+        apart[2].weight.requires_grad_(False)
+    gradients = unit_gradients(apart, dataset, sampler)
     model = DDP(net, **dict(loop.options)) if dist.is_initialized() else net
     if kind == "frozen late":
         net[0].requires_grad_(False)
@@ -232,7 +243,7 @@ def averages(batch, unit, rows, steps, options=(), together=True):
     return ours, theirs, layouts, herd.metrics()
 
 
-def resumed(policy, count, batch, unit, rows, at, together=True):
+def resumed(policy, count, batch, unit, rows, at, together=True, kind="mlp"):
     """Return orders of a run that went through, and of two that were loaded from a state.
 
     One goes on in new objects, the other in those that were saved, some batches later.
@@ -241,7 +252,7 @@ def resumed(policy, count, batch, unit, rows, at, together=True):
     dataset, options = examples(count), {"bucket_cap_mb": 1e-4}
 
     def fresh():
-        net = network()
+        net = network(kind)
         model = DDP(net, **options) if dist.is_initialized() else net
         return net, model, OrderedSampler(dataset, policy, batch_size=batch, unit=unit)
 
@@ -535,3 +546,31 @@ def where_batches_are_signed():
         model.zero_grad()
     herd.detach()
     return found
+
+
+class Words(nn.Module):
+    """Averages the embeddings of an example's words."""
+
+    def __init__(self, sparse):
+        super().__init__()
+        torch.manual_seed(1)
+        self.words, self.last = nn.Embedding(20, 6, sparse=sparse), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.words(x).mean(1))
+
+
+def row_sparse_embedding(rows):
+    """Return what DDP learns with row-sparse gradients and with whole ones, or the refusal."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randint(20, (24, 4), generator=draw)
+    dataset, histories = TensorDataset(x, torch.randint(3, (24,), generator=draw)), []
+    for sparse in (True, False):
+        net = Words(sparse).double()
+        sampler = OrderedSampler(dataset, "cd-grab", batch_size=2, unit=2)
+        settings = rows if sparse or rows != "auto" else "sketch"
+        try:
+            histories.append(train(net, DDP(net), sampler, rows=settings)[1])
+        except ValueError as error:
+            return str(error)
+    return histories

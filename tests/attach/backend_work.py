@@ -138,7 +138,9 @@ def busy_device():
     torch.cuda._sleep(2_000_000_000)  # about a second
     end, took = torch.cuda.Event(), []
     end.record()
-    for _ in range(settings.steps_until_applied):  # it begins in the first, and is applied after the last
+    for _ in range(
+        settings.steps_until_applied
+    ):  # it begins in the first, and is applied after the last
         for p, grad in zip(net.parameters(), grads, strict=True):
             p.grad = grad
         begin = time.perf_counter()

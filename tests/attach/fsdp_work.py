@@ -93,6 +93,8 @@ class Case:
     kind: str = "plain"
     compiled: bool = False
     accumulate: int = 1
+    parts: int = 1
+    part_sync: bool = True
     clip: bool = False
     scale: float = 1.0
     dtype: torch.dtype = torch.float64
@@ -115,6 +117,10 @@ CASES = {
     "no rows": Case(policy="d-rr", rows="auto"),
     "accumulate": Case(accumulate=2),
     "accumulate on 2 2": Case(mesh=(2, 2), accumulate=2),
+    "micro-batches": Case(parts=2),
+    "micro-batches that sync once": Case(parts=2, part_sync=False),
+    "micro-batches on 2 2": Case(mesh=(2, 2), parts=2),
+    "micro-batches of examples": Case(rows="exact", unit=1, parts=2),
     "scaled loss, clipped": Case(clip=True, scale=64.0),
     "frozen": Case(kind="frozen"),
     "unused, half gathered": Case(kind="unused", options={"reshard_after_forward": 2}),
@@ -139,11 +145,16 @@ def train(model, sampler, herd, case, *, lr=0.0, epochs=None, before_step=None):
         last = len(loader) - 1
         for number, (x, y) in enumerate(loader):
             steps = (number + 1) % case.accumulate == 0 or number == last
-            if not isinstance(model, DDP):
-                model.set_requires_gradient_sync(steps)
-            else:
-                model.require_backward_grad_sync = steps
-            (F.cross_entropy(model(x), y) * case.scale).backward()
+            for part, (inputs, labels) in enumerate(
+                zip(x.chunk(case.parts), y.chunk(case.parts), strict=True), 1
+            ):
+                averages = steps and (case.part_sync or part == case.parts)
+                if not isinstance(model, DDP):
+                    model.set_requires_gradient_sync(averages)
+                else:
+                    model.require_backward_grad_sync = averages
+                loss = F.cross_entropy(model(inputs), labels) * len(inputs) / len(x)
+                (loss * case.scale).backward()
             if steps:
                 if case.clip:
                     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)

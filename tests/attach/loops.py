@@ -1,11 +1,11 @@
 """Random training loops, and a slow reference that knows which examples made each gradient.
 
 A loop is composed from a seed: skipped batches, exceptions, early stops, second iterators, looks at
-the data, prefetching workers, accumulation, loops that fetch ahead, forwards without a backward,
-second backwards, overflows of a GradScaler, restores in mid-epoch (skipped by the sampler or by the
-loader) and frameworks' habits of set_epoch; on several ranks also `no_sync`, and ranks that skip
-different batches. Weights stay as they are, so a batch has the same gradient whenever it is trained
-on.
+the data, prefetching workers, accumulation, micro-batches, loops that fetch ahead, forwards without
+a backward, second backwards, overflows of a GradScaler, restores in mid-epoch (skipped by the
+sampler or by the loader) and frameworks' habits of set_epoch; on several ranks also `no_sync`, and
+ranks that skip different batches. Weights stay as they are, so a batch has the same gradient
+whenever it is trained on.
 """
 
 import argparse
@@ -130,6 +130,8 @@ class OneAhead:
 class Loop:
     """One loop, composed from a seed; the same on every rank but for what it says."""
 
+    is_synced = True  # whether the next backward averages gradients
+
     def __init__(self, seed, noise=None):
         self.noise = noise
         """A generator of noise of rounding's size for the reference's gradients, or None."""
@@ -152,6 +154,7 @@ class Loop:
             self.ahead = 0
         self.skipped_by = pick.choice(["sampler", "loader"])
         self.persistent = self.workers > 0 and pick.random() < 0.5
+        self.parts, self.parts_sync = self.choose_parts()
         self.compose()
         hidden = ("pick", "rank", "noise")
         self.said = [str({k: v for k, v in vars(self).items() if k not in hidden})]
@@ -163,6 +166,14 @@ class Loop:
         self.make(self.workers)
         self.reference = self.make_reference()
         self.named_from, self.restored = 0, False
+
+    def choose_parts(self):
+        """Return into how many micro-batches a batch is split, and whether all of them sync."""
+        pick = random.Random(f"parts {self.seed}")  # so that the rest of a loop stays as it was
+        parts, sync = pick.choice([1, 1, 2, 3]), pick.random() < 0.5
+        # The model's batch is not known where a part of it is called; and ranks must have as many.
+        uneven = self.ranks_differ and self.count % (self.size * self.batch)
+        return 1 if (self.part and self.unit == 1) or uneven else parts, sync
 
     def compose(self):
         """Choose more; for loops with more than an order (tests/stress/loops.py)."""
@@ -335,8 +346,12 @@ class Loop:
     def forget_forward(self, output):
         """Undo what a forward without a backward leaves in the model."""
 
+    @contextlib.contextmanager
     def unsynced(self):
-        return self.model.no_sync()
+        self.is_synced = False
+        with self.model.no_sync():
+            yield
+        self.is_synced = True
 
     def begin_pass(self, skip=0):
         """Begin to iterate, perhaps as a framework that skips the first batches itself."""
@@ -354,8 +369,13 @@ class Loop:
         self.fetched += 1
 
     def backward(self, x, y, factor):
-        loss = F.cross_entropy(self.call(x), y) * factor
-        (self.scaler.scale(loss) if self.scaler else loss).backward()
+        pieces = list(zip(x.chunk(self.parts), y.chunk(self.parts), strict=True))
+        for at, (inputs, labels) in enumerate(pieces):
+            waits = self.size > 1 and at < len(pieces) - 1 and not self.parts_sync
+            with self.unsynced() if waits and self.is_synced else contextlib.nullcontext():
+                loss = F.cross_entropy(self.call(inputs), labels, reduction="sum")
+                loss = loss * factor / len(x)
+                (self.scaler.scale(loss) if self.scaler else loss).backward()
 
     def step(self):
         if self.scaler and any(p.grad is not None for p in self.net.parameters()):

@@ -92,6 +92,41 @@ def zeroed_gradients(how):
     return messages
 
 
+def unfrozen(unit):
+    """Unfreeze a layer after the first batch of two; return what was said."""
+    messages, data = log_of_this_rank(), TensorDataset(torch.randn(16, 3))
+    net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+    model, order = (
+        DDP(net, find_unused_parameters=True),
+        OrderedSampler(data, "cd-grab", batch_size=4, unit=unit),
+    )
+    net[0].requires_grad_(False)
+    herd = attach(model, order=order, rows="batch" if unit > 1 else "exact")
+    for (x,) in DataLoader(data, batch_size=4, sampler=order):
+        model(x).square().mean().backward()
+        model.zero_grad()
+        net[0].requires_grad_(True)
+    herd.detach()
+    return messages
+
+
+def joins(unit):
+    """Let rank 1 run out of batches inside join(); return how it ended."""
+    data, model = TensorDataset(torch.randn(48, 3)), DDP(nn.Linear(3, 1))
+    order = OrderedSampler(data, "cd-grab", batch_size=4, unit=unit)
+    attach(model, order=order)
+    try:
+        with model.join():
+            for step, (x,) in enumerate(DataLoader(data, batch_size=4, sampler=order)):
+                if dist.get_rank() == 1 and step == 3:
+                    break
+                model(x).square().mean().backward()
+                model.zero_grad()
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
 def metrics_of_an_epoch(unit):
     """Return the metrics after a whole epoch of two batches of each rank."""
     torch.manual_seed(0)

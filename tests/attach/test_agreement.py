@@ -1,7 +1,14 @@
 """Ranks agree before the first step, on the model's own group, or all of them say why not."""
 
-import pytest
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
 
+import pytest
+import torch.distributed as dist
+
+from gradherd.hooks.agreement import RankAgreement
 from gradherd.lab.ranks import run_ranks
 from tests.attach import agreement_work as work
 from tests.attach.agreement_work import SAME, SPARSE
@@ -60,6 +67,35 @@ def test_attached_alone():
 
 def test_what_a_dead_process_left_in_the_store_is_no_answer():
     assert run_ranks(work.stale_entries, 2, collective_timeout=10) == [True, True]
+
+
+class CountingStore:
+    """A rank's way to a store that all share."""
+
+    def __init__(self, store):
+        self.store, self.requests = store, 0
+
+    def __getattr__(self, name):
+        self.requests += 1
+        return getattr(self.store, name)
+
+
+def test_requests_grow_with_the_number_of_ranks():
+    shared, size = dist.HashStore(), 32
+    stores = [CountingStore(shared) for _ in range(size)]
+
+    def agree(rank):
+        if rank == size // 2:
+            time.sleep(1.0)  # the others wait
+        world = SimpleNamespace(
+            rank=rank, size=size, store=lambda: stores[rank], timeout=lambda: timedelta(seconds=60)
+        )
+        RankAgreement(world).compare({"seed": 1})
+
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(agree, range(size)))
+    # About 40 for each that asks, and 40 to each that is asked for.
+    assert sum(store.requests for store in stores) < 150 * size
 
 
 def test_settings_read_the_same_in_all_processes():

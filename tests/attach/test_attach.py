@@ -38,6 +38,8 @@ LOOPS = {
     "forward alone": Loop(look="forward"),
     "look at the loader": Loop(look="loader"),
     "two backwards": Loop(backwards=2),
+    "micro-batches": Loop(parts=2),
+    "micro-batches with two backwards, accumulated": Loop(parts=2, backwards=2, accumulate=2),
     "scaler": Loop(scale=64.0),
     "scaler and a skipped step": Loop(scale=64.0, bad=((0, 1, 0), (1, 2, 0))),
     "scaler and a skipped first step": Loop(scale=64.0, bad=((0, 0, 0), (2, 0, 0))),
@@ -102,8 +104,13 @@ def test_a_wide_sketch_finds_the_same_orders_here():
         assert found == want
 
 
-def test_compiled_model_with_batches():
-    found, want = learned("cd-grab", 25, 4, 4, "auto", Loop(compiled=True))
+# dynamo's own, about what it cannot trace and how it traces autograd functions
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("unit", [1, 4])
+def test_a_model_that_was_compiled(unit, parts):
+    loop = Loop(compiled=True, parts=parts)
+    found, want = learned("cd-grab", 25, 4, unit, "auto" if unit > 1 else "exact", loop)
     assert found == want
 
 
@@ -276,6 +283,70 @@ def test_two_batches_for_one(unit, rows):
     one_step(net, dataset)
     herd.finish()
     assert sampler.ordering.steps == 8 // unit
+
+
+@pytest.mark.parametrize(("unit", "rows"), [(1, "exact"), (4, "batch")])
+def test_nobody_waits_for_the_loss_scale(unit, rows, monkeypatch):
+    """`get_scale` copies it from the GPU, behind all that was launched."""
+    asked, get_scale = [], torch.amp.GradScaler.get_scale
+
+    def noted(scaler):
+        asked.append(scaler._get_scale_async() is not None)
+        return get_scale(scaler)
+
+    monkeypatch.setattr(torch.amp.GradScaler, "get_scale", noted)
+    found, want = learned("cd-grab", 25, 4, unit, rows, Loop(scale=64.0, parts=2))
+    assert found == want
+    assert not any(asked)
+
+
+@pytest.mark.parametrize(("unit", "rows"), [(1, "exact"), (4, "batch")])
+def test_a_parameter_that_is_unfrozen_later_is_named_once(unit, rows, caplog):
+    dataset, net = examples(12), network("frozen")
+    sampler = OrderedSampler(dataset, "cd-grab", batch_size=4, unit=unit)
+    attach(net, order=sampler, rows=rows)
+    for number, (x, y) in enumerate(DataLoader(dataset, batch_size=4, sampler=sampler)):
+        if number == 1:
+            net[0].weight.requires_grad_(True)
+        F.cross_entropy(net(x), y).backward()
+    sampler.set_epoch(1)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "0.weight was unfrozen after attach(), so rows leave it out: attach again to include it"
+    ]
+
+
+@pytest.mark.parametrize(("unit", "rows"), [(1, "exact"), (4, "batch")])
+def test_a_head_that_is_swapped_after_attach_is_named_once(unit, rows, caplog):
+    dataset, net = examples(12), network()
+    sampler = OrderedSampler(dataset, "cd-grab", batch_size=4, unit=unit)
+    herd = attach(net, order=sampler, rows=rows)
+    net[4] = nn.Linear(6, 3, bias=False).double()
+    for _ in range(2):
+        for x, y in DataLoader(dataset, batch_size=4, sampler=sampler):
+            F.cross_entropy(net(x), y).backward()
+            net.zero_grad()
+        herd.finish()
+    said = [record.getMessage() for record in caplog.records if "put into" in record.getMessage()]
+    assert [one.split(",")[0] for one in said] == ["4.weight was put into the model after attach()"]
+
+
+@pytest.mark.parametrize(("unit", "rows"), [(1, "exact"), (4, "batch")])
+def test_a_model_on_two_devices_is_refused(unit, rows):
+    net, dataset = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 3, device="meta")), examples(12)
+    sampler = OrderedSampler(dataset, "cd-grab", batch_size=4, unit=unit)
+    with pytest.raises(ValueError, match="trained on cpu and meta, and a row is on one device"):
+        attach(net, order=sampler, rows=rows)
+    attach(net, order=OrderedSampler(dataset, "d-rr", batch_size=4)).detach()
+
+
+@pytest.mark.parametrize(("unit", "rows"), [(1, "exact"), (1, "sketch"), (4, "batch")])
+def test_complex_parameters_are_refused(unit, rows):
+    net, dataset = nn.Linear(5, 3, dtype=torch.complex128), examples(12)
+    sampler = OrderedSampler(dataset, "cd-grab", batch_size=4, unit=unit)
+    with pytest.raises(ValueError, match="parameter 'weight' is complex, and rows have real"):
+        attach(net, order=sampler, rows=rows)
+    attach(net, order=OrderedSampler(dataset, "d-rr", batch_size=4)).detach()
 
 
 @pytest.mark.parametrize("size", [2, 8])
@@ -493,6 +564,41 @@ def test_batches_out_of_order_are_told_by_index(rows):
     assert told.epoch == plain.epoch == 2
     assert lists(told.ordering.orders) == lists(plain.ordering.orders)
     assert sorted(delivered) == sorted([*range(22)] * 2)
+
+
+@pytest.mark.parametrize(("unit", "rows"), [(1, "exact"), (4, "batch")])
+def test_accumulated_batches_are_given_by_index_before_their_forward(unit, rows):
+    orders = []
+    for accumulate in (1, 2):
+        dataset, net = examples(24), network()
+        sampler = OrderedSampler(dataset, "cd-grab", batch_size=4, unit=unit)
+        herd = attach(net, order=sampler, rows=rows)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        indices = sampler.indices()
+        for number, (x, y) in enumerate(DataLoader(dataset, batch_size=4, sampler=sampler)):
+            herd.observe(indices[4 * number : 4 * number + 4])
+            F.cross_entropy(net(x), y).backward()
+            if number % accumulate == accumulate - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        herd.finish()
+        orders.append(lists(sampler.ordering.orders))
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.parametrize(("unit", "rows"), [(1, "exact"), (4, "batch")])
+def test_a_batch_that_is_given_by_index_is_one_forward(unit, rows):
+    dataset, net = examples(12), network()
+    sampler = OrderedSampler(dataset, "cd-grab", batch_size=4, unit=unit)
+    herd = attach(net, order=sampler, rows=rows)
+    indices = sampler.indices()[:4]
+    next(iter(DataLoader(dataset, batch_size=4, sampler=sampler)))
+    herd.observe(indices)
+    one_step(net, dataset)
+    with pytest.raises(
+        RuntimeError, match=r"not named: call herd.observe\(indices\) once for each"
+    ):
+        one_step(net, dataset)
 
 
 def test_batches_out_of_order_without_their_indices_are_refused():

@@ -17,6 +17,10 @@ LOOPS = {
     "accumulate": Loop(accumulate=2),
     "accumulate under no_sync": Loop(accumulate=2, no_sync=True),
     "accumulate three under no_sync": Loop(accumulate=3, no_sync=True, named=False),
+    "micro-batches": Loop(parts=2),
+    "micro-batches under no_sync": Loop(parts=2, no_sync=True),
+    "micro-batches, accumulated": Loop(parts=2, accumulate=2, no_sync=True, named=False),
+    "micro-batches and a scaler": Loop(parts=2, scale=64.0, bad=((0, 1, 1), (1, 2, 0))),
     "zeros instead of None": Loop(to_none=False),
     "clip": Loop(clip=True),
     "eval": Loop(look="eval"),
@@ -31,6 +35,7 @@ KINDS = {
     "frozen": Loop(),
     "frozen late": Loop(options=UNUSED),
     "unused": Loop(options=UNUSED),
+    "ignored": Loop(accumulate=2, no_sync=True),
 }
 
 
@@ -118,6 +123,8 @@ def test_examples_in_every_kind_of_loop(singles, name):
 def test_parameters_without_gradient(unit, rows, together):
     calls = {}
     for kind, loop in KINDS.items():
+        if kind == "ignored" and unit == 1:
+            continue  # single examples have rows of it
         loop = replace(loop, together=together)
         calls[kind] = ("cd-grab", 30, 3, unit, rows, loop, kind)
     for ranks in each(2, calls).values():
@@ -171,6 +178,13 @@ def test_state_in_mid_epoch(size, policy, unit, rows, at, together):
         assert back == straight
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_state_in_mid_epoch_with_parameters_that_ddp_ignores(together):
+    settings = ("cd-grab", 22, 3, 3, "batch", (0, 0), together, "ignored")
+    for straight, elsewhere, back in run_ranks(attach_work.resumed, 2, *settings):
+        assert elsewhere == back == straight
+
+
 def test_pause():
     check(run_ranks(attach_work.pause_on_ranks, 2))
 
@@ -193,6 +207,17 @@ def test_detach_leaves_plain_ddp():
 def test_choice(rows, unit, hooked, says):
     for said in run_ranks(attach_work.log_line, 2, rows, unit, hooked):
         assert len(said) == 1 and says in said[0]
+
+
+def test_row_sparse_gradients_are_sketched():
+    for by_rows, whole in run_ranks(attach_work.row_sparse_embedding, 2, "auto"):
+        assert by_rows == whole
+        assert by_rows[0] != by_rows[1]
+
+
+def test_whole_gradients_of_a_row_sparse_embedding_are_refused():
+    for said in run_ranks(attach_work.row_sparse_embedding, 2, "batch"):
+        assert said.startswith("rows='batch' needs whole gradients from DDP, which averages")
 
 
 def test_parameters_of_two_kinds_are_averaged_as_ddp_does():

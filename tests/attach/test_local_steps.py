@@ -466,7 +466,7 @@ def test_a_state_with_an_exchange_under_way_needs_overlap():
         step(net, optimizer, next(feed))
     state, following = herd.state_dict(), next(feed)
     herd.detach()
-    assert {"snapshot", "arrival"} <= state["local"].keys()
+    assert {"arrived", "arrival"} <= state["local"].keys()
     *_, plain = attached(overlap=False)
     with pytest.raises(ValueError, match=r"has an exchange under way.* attach with overlap=True"):
         plain.load_state_dict(state)
@@ -496,13 +496,12 @@ def test_metrics_leave_the_error_of_an_exchange_to_the_next_step(monkeypatch):
 def test_states_of_an_exchange_under_way_are_merged():
     states = run_ranks(under_way, 2)
     merged = gh.merge_states([{"local": state} for state in states])["local"]
-    for key in ("weights", "snapshot"):  # what workers have learned since is their difference
+    for key in ("weights", "arrival"):
         for name, mean in merged[key].items():
             own = [state[key][name] for state in states]
             assert not torch.equal(*own)
             torch.testing.assert_close(mean, sum(own) / 2)
-    for name, mean in merged["arrival"]["mean"].items():
-        assert torch.equal(mean, states[1]["arrival"]["mean"][name])
+    assert merged["arrived"] == states[1]["arrived"] == {"counts": True, "buffers": None}
 
 
 def test_a_state_that_lacks_something_is_refused_as_a_whole():

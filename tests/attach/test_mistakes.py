@@ -152,6 +152,21 @@ def test_other_batches_may_be_looked_at():
     assert herd.metrics()["total_examples_fed_back"] == 24
 
 
+@pytest.mark.parametrize("unit", [1, 4])
+def test_layers_that_are_unfrozen_are_named(unit):
+    for said in run_ranks(mistake_work.unfrozen, 2, unit):
+        assert [one.split(" after ")[0] for one in said] == [
+            "0.weight was unfrozen",
+            "0.bias was unfrozen",
+        ]
+
+
+@pytest.mark.parametrize("unit", [1, 4])
+def test_join_is_refused(unit):
+    for said in run_ranks(mistake_work.joins, 2, unit, collective_timeout=20.0):
+        assert said.startswith("join() lets a rank stop before the others")
+
+
 class Parts(BatchSampler):
     """Batches of one's own: those of the sampler, in as many parts."""
 
@@ -168,18 +183,21 @@ def test_batches_of_ones_own_are_those_of_the_sampler(count):
     """Their loader has no batch size, so what it asks for is counted."""
     model, order = nn.Linear(3, 1), OrderedSampler(DATA, "cd-grab", batch_size=4)
     herd, batches = attach(model, order=order), Parts(order, 4, False)
-    batches.count = count
+    batches.count, optimizer = count, torch.optim.SGD(model.parameters())
 
     def epoch():
         for (x,) in DataLoader(DATA, batch_sampler=batches):
             model(x).square().mean().backward()
+            optimizer.step()
         herd.finish()
 
     if count == 1:
         epoch()
         assert herd.metrics()["total_examples_fed_back"] == 24
     else:
-        with pytest.raises(RuntimeError, match="given 2 examples, but the batch has 4: one batch"):
+        with pytest.raises(
+            RuntimeError, match="given 2 examples, but the batch has 4: give the model"
+        ):
             epoch()
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
 import gradherd as gh
+from gradherd.hooks import row_sources
 from gradherd.lab.ranks import run_ranks
 from tests.attach import loops, untidy_work
 
@@ -67,6 +68,14 @@ class Trainee:
         (self.scaler.scale(loss) if self.scaler else loss).backward()
         version = version or self.sampler.versions[-1]
         self.reference.train(version, [index.tolist()], finite=factor == 1.0)
+
+    def backward_by_parts(self, batch, parts):
+        """Split a batch into micro-batches."""
+        x, y, index = batch
+        for inputs, labels in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            loss = F.cross_entropy(self.call(inputs), labels, reduction="sum") / len(x)
+            (self.scaler.scale(loss) if self.scaler else loss).backward()
+        self.reference.train(self.sampler.versions[-1], [index.tolist()])
 
     def step(self):
         if self.scaler is None:
@@ -145,6 +154,31 @@ def a_batch_sampler_that_repeats(one, workers=0):
         if number == EPOCHS * COUNT // BATCH:
             break
         one.train(batch, version=one.sampler.versions[number // (COUNT // BATCH)])
+
+
+def micro_batches(one):
+    for epoch in range(EPOCHS):
+        one.next_epoch(epoch)
+        for number, batch in enumerate(one.loader):
+            one.backward_by_parts(batch, 1 + number % 3)
+            one.step()
+
+
+def micro_batches_of_a_loader_with_workers(one):
+    for epoch in range(2):
+        one.next_epoch(epoch)
+        for batch in one.herd.batches(one.loader):
+            one.backward_by_parts(batch, 2)
+            one.step()
+
+
+def micro_batches_with_accumulation(one):
+    for epoch in range(EPOCHS):
+        one.next_epoch(epoch)
+        for number, batch in enumerate(one.loader):
+            one.backward_by_parts(batch, 2 if number % 3 else 1)
+            if number % 2:
+                one.step()
 
 
 def parts_with_accumulation(one):
@@ -247,6 +281,9 @@ LOOPS = {
     exception_and_continue: {},
     one_ahead: {},
     a_batch_sampler_that_repeats: {},
+    micro_batches: {},
+    micro_batches_of_a_loader_with_workers: {"workers": 1},
+    micro_batches_with_accumulation: {"scaler": True},
     parts_with_accumulation: {"part": True},
     resumed_and_named_from_0: {},
     resumed_with_a_loader_that_counts: {},
@@ -286,6 +323,79 @@ def test_all_batches_fetched_before_the_first_forward():
     batches = list(one.loader)
     with pytest.raises(RuntimeError, match=r"6 batches before .* OrderedSampler\(\.\.\., skips="):
         one.train(batches[0])
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_micro_batches_whose_gradients_are_cleared_are_of_the_batch(at_end, monkeypatch):
+    """As in loops that clip each of them, and add up themselves."""
+    if at_end:  # as on a GPU
+        monkeypatch.setattr(row_sources, "AT_END_DEVICES", {"cpu"})
+    one = Trainee(BATCH)
+    for epoch in range(EPOCHS):
+        one.next_epoch(epoch)
+        for x, y, index in one.loader:
+            for inputs, labels in zip(x.chunk(2), y.chunk(2), strict=True):
+                F.cross_entropy(one.net(inputs), labels).backward()
+                one.optimizer.zero_grad()
+            one.reference.train(one.sampler.versions[-1], [index.tolist()])
+    one.check()
+
+
+def test_orders_without_gradients_count_a_batch_once():
+    dataset, net = loops.Indexed(COUNT), loops.Model()
+    sampler = gh.OrderedSampler(dataset, "d-rr", batch_size=BATCH)
+    herd = gh.attach(net, order=sampler)
+    for number, (x, y, _) in enumerate(DataLoader(dataset, BATCH, sampler=sampler), 1):
+        for inputs, labels in zip(x.chunk(4), y.chunk(4), strict=True):
+            F.cross_entropy(net(inputs), labels).backward()
+        herd.finish()
+        epoch, position = sampler.ordering.epoch, sampler.state_dict()["position"]
+        assert epoch * COUNT + position == number * BATCH
+
+
+def backward_of_a_half(one, batch, half):
+    x, y, _ = batch
+    F.cross_entropy(one.net(x.chunk(2)[half]), y.chunk(2)[half]).backward()
+
+
+def test_half_a_batch_of_single_examples_is_refused():
+    one = Trainee(1)
+    backward_of_a_half(one, next(iter(one.loader)), 0)
+    with pytest.raises(RuntimeError, match="given 2 examples, but the batch has 4: give the model"):
+        one.optimizer.step()
+
+
+def test_a_batch_whose_order_is_saved_between_its_parts_is_refused():
+    one = Trainee(BATCH)
+    batch = next(iter(one.loader))
+    backward_of_a_half(one, batch, 0)
+    one.herd.state_dict()
+    backward_of_a_half(one, batch, 1)
+    with pytest.raises(RuntimeError, match=r"saved, .* between two backwards of one batch"):
+        one.optimizer.step()
+
+
+# dynamo's own, about what it cannot trace and how it traces autograd functions
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("unit", [1, BATCH])
+def test_micro_batches_of_a_model_that_is_compiled(unit):
+    """Single examples: a compiled forward does not tell that it begins."""
+    torch._dynamo.reset()
+    one = Trainee(unit)
+    one.net.compile(backend="aot_eager")
+    batches = iter(one.loader)
+    one.backward(next(batches))
+    one.step()
+    one.backward_by_parts(next(batches), 2)
+    if unit == 1:
+        with pytest.raises(RuntimeError, match="given 2 examples, but the batch has 4"):
+            one.step()
+        one.herd.detach()
+        return
+    one.step()
+    for batch in batches:
+        one.backward_by_parts(batch, 2)
+    one.check()
 
 
 def test_metrics_are_in_time_with_a_closure():

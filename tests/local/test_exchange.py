@@ -180,34 +180,14 @@ def test_a_result_can_be_added_to_weights_that_have_moved_on(form):
     assert torch.equal(workers.shared.outer.shared, other.shared.outer.shared)
 
 
-@forms
-def test_an_exchange_that_was_saved_is_applied_alike(form):
-    """As states hold it: the mean, and what rounding took, instead of messages."""
-    case = Case(3000, values=form)
-    workers, other = Workers(case, 3), Workers(case, 3)
-    for one in (workers, other):
-        one.learn(0)
-        one.exchange(0, synced=True)  # so that something is owed
-        one.learn(1)
-    arrival = workers.shared.exchange([own.clone() for own in workers.own], position=(1, 0))
-    saved = other.shared.exchange([own.clone() for own in other.own], position=(1, 0))
-    mean, length = other.shared.whole_mean(saved), other.shared.length
-    saved.unsent = other.shared.unsent(saved)[:length]
-    saved.mean, saved.small = mean[:length], mean[length:]
-    own, loaded = workers.shared.apply(arrival), other.shared.apply(saved)
-    assert torch.equal(own[0], loaded[0])
-    assert torch.equal(workers.shared.outer.shared, other.shared.outer.shared)
-
-
 def test_what_half_precision_cannot_hold_is_owed():
-    shared = SharedWeights(LocalSteps(every=1, values="fp32"), 300, 0, 0, 1)
+    shared = SharedWeights.simulate(LocalSteps(every=1, values="fp32"), 300, 0, 0, 1)
     shared.start(torch.zeros(shared.numel))
     exact = torch.linspace(0, 1, shared.numel)
     held = exact.bfloat16().float()
     shared.owe_rounding([exact], [held])
     assert torch.equal(shared.residuals()[0], held - exact)
-    arrival = shared.exchange([held.clone()])
-    shared.apply(arrival)
+    shared.exchange([held.clone()])
     # Shared weights have moved by what the worker has learned, not by what it could hold of it.
     torch.testing.assert_close(shared.outer.shared[:300], exact[:300], rtol=0, atol=1e-6)
     assert not shared.residuals()[0].any()
@@ -215,6 +195,6 @@ def test_what_half_precision_cannot_hold_is_owed():
 
 def test_models_of_more_than_two_thousand_million_elements_are_taken():
     """There are no indices that would have to hold where a coordinate lies."""
-    few = SharedWeights(LocalSteps(), 2**31 + 5, 3, 0, 8, device="meta")
+    few = SharedWeights.simulate(LocalSteps(), 2**31 + 5, 3, 0, 8, device="meta")
     assert few.length >= 2**31 + 5
     assert few.means[0].received.codes.shape[1] == few.means[0].slice // 8

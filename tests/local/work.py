@@ -53,7 +53,8 @@ class Workers:
         self.case = case
         here = range(world) if isinstance(world, int) else [world.rank]
         self.numbers = list(here)
-        self.shared = SharedWeights(
+        make = SharedWeights.simulate if isinstance(world, int) else SharedWeights
+        self.shared = make(
             case.settings, case.dim, case.small, case.buffers, world, dtype=case.dtype
         )
         self.gap = self.shared.length - case.dim
@@ -73,13 +74,12 @@ class Workers:
         for own, worker in zip(self.own, self.numbers, strict=True):
             own += self.padded(self.case.moves(at, worker))
 
-    def exchange(self, at, **how):
+    def exchange(self, at, *, synced=False, delta=False):
         """Exchange and go on; return the mean of the buffers."""
         buffers = [self.case.seen(at, worker) for worker in self.numbers]
         read = [own.clone() for own in self.own]
-        arrival = self.shared.exchange(read, buffers, (at, int(bool(how.get("synced")))))
-        assert all(map(torch.equal, read, self.own))
-        self.own = [own.clone() for own in self.shared.apply(arrival, **how)]
+        arrival = self.shared.exchange(read, buffers, (at, int(synced)), delta=delta)
+        self.own = [own.clone() for own in arrival.weights]
         return arrival.buffers
 
     def kept(self, at):

@@ -631,17 +631,6 @@ def test_a_time_major_lstm_of_which_only_the_state_is_used() -> None:
     close(capture.pop_rows(BATCH), expected)
 
 
-def test_a_parameter_unfrozen_later_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
-    model[0].weight.requires_grad_(False)
-    capture = Capture(model)
-    model[0].weight.requires_grad_(True)
-    for _ in range(2):
-        per_example(model(values(BATCH, 3))).mean().backward()
-        assert capture.pop_rows(BATCH).shape == (BATCH, 11)
-    assert [record.getMessage()[:24] for record in caplog.records] == ["0.weight was unfrozen af"]
-
-
 def test_layers_called_with_a_keyword() -> None:
     class Keywords(nn.Module):
         def __init__(self) -> None:

@@ -306,14 +306,30 @@ def test_outputs_of_attention_are_those_of_torch(
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_causal_attention_to_itself_is_that_of_torch(batch_first: bool) -> None:
+@pytest.mark.parametrize("padded", [True, False])
+def test_causal_attention_to_itself_is_that_of_torch(
+    batch_first: bool, padded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same kernel: one that is told of a mask takes any."""
     torch.manual_seed(0)
     model = nn.MultiheadAttention(8, 2, bias=False, batch_first=batch_first)
     x, mask = torch.randn(5, 5, 8), nn.Transformer.generate_square_subsequent_mask(5)
-    expected = model(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
+    options = {"attn_mask": mask, "is_causal": True, "need_weights": False}
+    if padded:
+        padding = torch.zeros(5, 5).masked_fill(torch.arange(5) > 3, float("-inf"))
+        options["key_padding_mask"] = padding
+    attend, masks = F.scaled_dot_product_attention, []
+
+    def noted(q, k, v, mask=None, dropout=0.0, is_causal=False):  # type: ignore[no-untyped-def]
+        masks.append((mask is not None, is_causal))
+        return attend(q, k, v, mask, dropout, is_causal)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    expected = model(x, x, x, **options)[0]
     Capture(model, TwoSidedRows())
-    found = model(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
+    found = model(x, x, x, **options)[0]
     torch.testing.assert_close(found, expected)
+    assert set(masks) == {(padded, not padded)}
 
 
 @pytest.mark.parametrize("options", [{"add_bias_kv": True}, {"add_zero_attn": True}, {"kdim": 8}])

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from gradherd.comm.message_sizes import VALUE_BITS
 from gradherd.comm.script import ScriptResult, run, run_together
 from gradherd.comm.world import World
-from gradherd.comm.message_sizes import VALUE_BITS
 from gradherd.sparsify.registry import SPARSIFIERS
 from gradherd.sparsify.selecting import gather_indices
 from gradherd.sparsify.selector import StepContext

@@ -9,6 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from gradherd.comm.message_sizes import index_bytes, magnitude_bytes
 from gradherd.sparsify.consensus import (
     Offers,
     PartitionRule,
@@ -20,7 +21,6 @@ from gradherd.sparsify.consensus import (
     smallest_magnitude,
     unpack,
 )
-from gradherd.comm.message_sizes import index_bytes, magnitude_bytes
 from gradherd.sparsify.partitions import Blocks, recut
 from tests.sparsify.rank_work import normal
 

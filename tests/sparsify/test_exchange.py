@@ -7,10 +7,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gradherd.comm.script import run_together
-from gradherd.lab.ranks import run_ranks
 from gradherd.comm.message_sizes import ONE_ROUND_BYTES, index_bytes
 from gradherd.comm.packing import pack_indices
+from gradherd.comm.script import run_together
+from gradherd.lab.ranks import run_ranks
 from gradherd.sparsify.selecting import gather_indices, gather_union
 from gradherd.sparsify.selector import StepContext
 from tests.sparsify import rank_work

@@ -113,7 +113,7 @@ class Composed(Loop):
 
     def __init__(self, seed, *, restores, compiled=False):
         self.restores, self.compiled, self.wrong = restores, compiled, []
-        self.rows, self.mesh, self.is_synced, self.birth = {}, None, True, 0
+        self.rows, self.mesh, self.birth = {}, None, 0
         super().__init__(seed)
 
     def compose(self):
@@ -137,6 +137,9 @@ class Composed(Loop):
             self.no_sync = False  # FSDP would keep what a loop that stops has not synced
         if self.is_sparse or (self.is_local and (self.in_ddp or self.sharded)):
             self.unit = 1  # whole gradients are not read beside what is exchanged
+        self.parts_sync = self.parts_sync and not self.is_sparse  # each sync is an exchange
+        if self.compiled or self.way == "sharded sparse":
+            self.parts = 1
         if self.compiled:
             self.unit, self.ordered, self.count = 1, False, self.count - self.count % self.batch
         if not self.ordered:

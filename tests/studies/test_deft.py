@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradherd.lab.ranks import run_ranks
 from gradherd.comm.message_sizes import index_bytes
+from gradherd.lab.ranks import run_ranks
 from studies.methods.deft import Deft, allocate, assign, norms
 from tests.sparsify import one_step
 from tests.sparsify.reference_error_feedback import (

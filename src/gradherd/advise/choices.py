@@ -34,8 +34,8 @@ from gradherd.comm.message_sizes import (
     fits_one_round,
     index_bytes,
     magnitude_bytes,
-    value_bytes,
     slice_bytes,
+    value_bytes,
 )
 
 _VALUE_BYTES = 4
@@ -350,8 +350,8 @@ def _exdyna(setting: Setting, form: ValueFormat = "fp32") -> Traffic:
 
 
 def _local(setting: Setting, every: int) -> Traffic:
-    """Predict local steps: every `every` steps, all of the difference is sent in one bit each way."""
-    ranks, share = setting.workers, slice_bytes(setting.params, setting.workers)
+    """Predict local steps: after every `every` steps, one bit for each coordinate, each way."""
+    ranks, share = setting.workers, slice_bytes(math.ceil(setting.params), setting.workers)
     seconds = all_to_all_seconds(share * ranks, ranks, setting.link)
     return (Traffic(seconds, share * (ranks - 1)) + _gathered(setting, share)).every(every)
 

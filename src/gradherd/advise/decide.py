@@ -14,8 +14,8 @@ from gradherd.advise.measured import (
     least_speedup,
 )
 from gradherd.advise.units import format_digits, format_rate, format_seconds
-from gradherd.lab.text import in_bytes
 from gradherd.comm.message_sizes import MAX_COORDINATES
+from gradherd.lab.text import in_bytes
 
 # Grid of link speeds searched for the break-even, in bits per second: 20 per decade.
 _SLOWEST, _FASTEST, _GRID_POINTS = 1e3, 1e16, 261

@@ -18,8 +18,8 @@ from gradherd.advise.units import (
 )
 from gradherd.cli.parser import Arg, UsageError, usage_errors, whole
 from gradherd.cli.terminal import print_json, print_table, say, terminal_width, under_torchrun
-from gradherd.lab.text import in_bytes
 from gradherd.comm.message_sizes import DEFAULT_DENSITY
+from gradherd.lab.text import in_bytes
 
 # Largest model that --measure builds: parameters and gradients take 8 bytes each.
 _MAX_MEASURED_PARAMS = 4_000_000_000

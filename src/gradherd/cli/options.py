@@ -25,10 +25,10 @@ from gradherd.cli.parser import (
     whole,
 )
 from gradherd.cli.terminal import under_torchrun
+from gradherd.comm.message_sizes import DEFAULT_DENSITY, VALUE_FORMATS
 from gradherd.lab.tasks.data_files import check_data_dir, find_dataset
 from gradherd.lab.train import POWERSGD, ROWS, exchange_names
 from gradherd.lab.train.config import Exchange, RunSetting, run_settings
-from gradherd.comm.message_sizes import DEFAULT_DENSITY, VALUE_FORMATS
 from gradherd.sparsify.registry import takes_density
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from gradherd.cli.parser import (
     whole,
 )
 from gradherd.cli.terminal import print_json, print_table, say
-from gradherd.ordering.registry import POLICIES, SIGN_RULES, make_policy
 from gradherd.comm.message_sizes import DEFAULT_DENSITY, ValueFormat
+from gradherd.ordering.registry import POLICIES, SIGN_RULES, make_policy
 from gradherd.sparsify.registry import (
     SPARSIFIERS,
     setting_names,

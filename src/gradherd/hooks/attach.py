@@ -15,30 +15,31 @@ from gradherd.comm.world import World, keep_group
 from gradherd.flat import FlatSpec, exchangeable
 from gradherd.gpu import has_triton
 from gradherd.hooks.agreement import RankAgreement
-from gradherd.hooks.bucket_hook import hook_is_free
+from gradherd.hooks.bucket_hook import hook_is_free, row_sparse_parameters
 from gradherd.hooks.coordinated_hook import CoordinatedHook, ShardedCoordination
 from gradherd.hooks.exchange import ModelExchange
 from gradherd.hooks.feedback import OrderFeedback, is_attached
+from gradherd.hooks.flat_weights import float_buffers
 from gradherd.hooks.fsdp import ShardedWorlds, check_parameters, fsdp_modules
 from gradherd.hooks.herd import Herd
-from gradherd.hooks.flat_weights import float_buffers
 from gradherd.hooks.local_steps import LocalExchange
 from gradherd.hooks.parameter_hooks import stepping_optimizer
 from gradherd.hooks.row_sources import RowSource, make_row_source
 from gradherd.hooks.sparse_hook import ShardedSparseHook, SparseHook, sparsifiable
 from gradherd.hooks.state import check_row_length
 from gradherd.hooks.transports import GatheringTransport, RowTransport
+from gradherd.local.settings import LocalSteps
 from gradherd.ordering.coordination import scatters_columns
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.layer_plan import unwrap_model
 from gradherd.rows.settings import (
+    SMALL_MODEL,
     BatchRows,
     RowSettings,
     choose_rows,
     resolve_rows,
     row_length,
 )
-from gradherd.local.settings import LocalSteps
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
 from gradherd.torch_names import uncompiled
@@ -250,7 +251,9 @@ def _check_exchange(
     if local is not None and not isinstance(local, LocalSteps):
         raise ValueError(f"local must be gh.LocalSteps(), got {local!r}")
     if local is not None and sparsify is not None:
-        raise ValueError("give local or sparsify, not both: local steps send all coordinates in few bits")
+        raise ValueError(
+            "give local or sparsify, not both: local steps send all coordinates in few bits"
+        )
     if local is not None and scaler is not None:
         # GradScaler.step() leaves the optimizer's step out on the ranks that have overflowed.
         raise ValueError(
@@ -295,8 +298,10 @@ def _make_transport(
         return ShardedCoordination(model, order)
     # A hook on the wrapper runs before the graph, one on what it wraps is part of it.
     read = module if called is model else called
-    source = make_row_source(read, settings, order.unit, order.batch_size)
     device, size = next(module.parameters()).device, FlatSpec.of(module).size
+    # Rows of a small model are formed in less time than they are spared.
+    keeps = order.ordering.policy.takes_implicit and world.size == 1 and size > SMALL_MODEL
+    source = make_row_source(read, settings, order.unit, order.batch_size, keeps_factors=keeps)
     scatters = scatters_columns(row_length(settings, size), size, world.size)
     return GatheringTransport(source, order, device, size if scatters else None)
 
@@ -341,13 +346,31 @@ def _plan_rows(
 ) -> RowSettings:
     """Return how to read rows, or raise if this model cannot be used with this sampler."""
     size, policy = FlatSpec.of(model).size, order.ordering.policy
+    for name, parameter in model.named_parameters():
+        if policy.needs_rows and parameter.requires_grad and parameter.is_complex():
+            raise ValueError(
+                f"parameter {name!r} is complex, and rows have real numbers only: hold it as real "
+                "and imaginary parts (torch.view_as_real), or freeze it"
+            )
+    devices = {str(p.device) for p in model.parameters() if p.requires_grad}
+    if policy.needs_rows and len(devices) > 1:
+        raise ValueError(
+            f"model is trained on {' and '.join(sorted(devices))}, and a row is on one device: use "
+            "one for each process, or an order without gradients"
+        )
     if worlds is not None:
         free = worlds.shares_reduce_scatter(order.world) and size < WHOLE_ROWS_BELOW
     else:
         free = isinstance(model, DDP) and hook_is_free(model)
-    free = free and not sparsifies
+    by_rows = isinstance(model, DDP) and order.world.size > 1 and row_sparse_parameters(model)
+    free = free and not sparsifies and not by_rows
     settings, why = resolve_rows(rows, order.unit, order.batch_size), "as asked"
     if isinstance(settings, BatchRows) and not free:
+        if by_rows and policy.needs_rows:
+            raise ValueError(
+                "rows='batch' needs whole gradients from DDP, which averages those of an embedding "
+                "with sparse=True by rows: use 'sketch', or leave sparse out"
+            )
         if isinstance(model, DDP) and order.world.size > 1:
             raise ValueError(
                 "rows='batch' needs the communication hook of DDP, and there is one already: use "

@@ -12,7 +12,7 @@ from functools import partial
 from typing import ClassVar
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -46,6 +46,17 @@ def hook_is_free(ddp: DDP) -> bool:
     """Return whether a `BucketHook` can be registered with a DDP model."""
     states = comm_hook_states(ddp)
     return all(isinstance(state, HookSlot) and state.hook is None for state in states)
+
+
+def row_sparse_parameters(ddp: DDP) -> set[nn.Parameter]:
+    """Return the parameters whose gradients DDP expects as a few rows (`sparse=True`)."""
+    # As DDP finds them: by the module that holds the parameter.
+    return {
+        parameter
+        for module in ddp.module.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        for parameter in module.parameters(recurse=False)
+    }
 
 
 class BucketHook(ABC):

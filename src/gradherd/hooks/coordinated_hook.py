@@ -28,7 +28,7 @@ import math
 import time
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -84,8 +84,14 @@ class SlicedTransport(RankTransport):
     stopwatch: Stopwatch
     """Time spent in that exchange."""
 
-    def __init__(self, model: nn.Module, sampler: OrderedSampler) -> None:
-        """Hook into a model, without DDP. All ranks must do so at the same point."""
+    def __init__(
+        self, model: nn.Module, sampler: OrderedSampler, ignored: Iterable[str] = ()
+    ) -> None:
+        """Hook into a model, without DDP. All ranks must do so at the same point.
+
+        Parameters that are `ignored` are not averaged, and no part of rows.
+        """
+        self._ignored = set(ignored)
         source, device = RowSource(model, self._arrived), next(model.parameters()).device
         super().__init__(sampler, source, FlatSpec.of(model), device)
         self._thread = BackgroundThread("gradherd-signs")
@@ -98,10 +104,16 @@ class SlicedTransport(RankTransport):
         self._mixed = len({p.dtype for p in model.parameters() if p.requires_grad}) > 1
         self._decided = False
         self._shares = False  # whether averaging delivers the slices of this backward
+        self._separates = False  # whether any backward of the batch goes without
 
     @abstractmethod
     def _comes_alone(self) -> bool:
         """Say whether what will be averaged holds the gradient of this backward alone."""
+
+    @property
+    @abstractmethod
+    def _has_slices(self) -> bool:
+        """Whether averaging has delivered slices of the batch that waits."""
 
     @abstractmethod
     def _take_slices(self) -> tuple[Slices, Release]:
@@ -112,32 +124,31 @@ class SlicedTransport(RankTransport):
         """Drop slices that were not fed back."""
 
     def _arrived(self, name: str, grad: Tensor) -> None:
+        if name in self._ignored:
+            return
         # At the first gradient of a backward: nothing is averaged before it, and nothing earlier
         # would do, since gradients may be cleared anywhere before the backward.
         if not self._decided:
             self._shares, self._decided = self._comes_alone(), True
+            self._separates |= not self._shares
         if not self._shares:
             # A parameter may have several gradients: two backwards of one forward are one batch.
             before = self._separate.get(name)
             self._separate[name] = grad.clone() if before is None else before.add_(grad)
 
-    def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
+    def feed(self, claim: BatchClaim | None, loss_scale: Tensor | float) -> None:
         """Start to sign this batch of every worker beside the training loop."""
         # Released before the thread starts, so that the next backward cannot feed them again.
         grads, self._separate = self._separate, {}
-        if self._shares:
+        separates, self._separates, self._decided = self._separates, False, False
+        slices: Slices = ()
+        release: Release = do_nothing  # what is exchanged separately has memory of its own
+        if self._has_slices:
             slices, release = self._take_slices()
-        else:
-            # Whole gradients: nothing has averaged them, or together with earlier ones.
-            cut = self.layout.cut(grads, self.world.size)
-            # Ranks may have used parameters of different dtypes.
-            block, sent = all_to_all(cut.float() if self._mixed else cut, self.world)
-            slices = (block.to(torch.promote_types(block.dtype, torch.float32)),)
-            release = do_nothing  # its memory is used once
-            self._separate_bytes += sent
-        self._decided = False
+        if separates:
+            slices = self._add_separate(slices, grads)
         # Running sums outlive a change of the scale, so slices must not depend on it.
-        if loss_scale != 1:
+        if isinstance(loss_scale, Tensor) or loss_scale != 1:
             for block in slices:
                 block.div_(loss_scale)
         on_stream = this_stream(self._device)  # The slices were written there.
@@ -151,6 +162,21 @@ class SlicedTransport(RankTransport):
         except BaseException:  # of the batch before
             release(None)
             raise
+
+    def _add_separate(self, slices: Slices, grads: Mapping[str, Tensor]) -> Slices:
+        """Exchange whole gradients, and add their slices to those of the same batch, if any.
+
+        Nothing has averaged these gradients, or only together with earlier ones.
+        """
+        cut = self.layout.cut(grads, self.world.size)
+        # Ranks may have used parameters of different dtypes.
+        block, sent = all_to_all(cut.float() if self._mixed else cut, self.world)
+        self._separate_bytes += sent
+        if not slices:
+            return (block.to(torch.promote_types(block.dtype, torch.float32)),)
+        for one, part in zip(slices, block.split([s.shape[1] for s in slices], 1), strict=True):
+            one.add_(part)
+        return slices
 
     def _sign(self, slices: Slices, claim: BatchClaim | None, release: Release) -> None:
         """Learn from this rank's slices of every worker's gradient, in the thread."""
@@ -182,7 +208,11 @@ class SlicedTransport(RankTransport):
     def forget(self) -> None:
         """Drop a gradient that was not fed back yet."""
         self._drop_slices()
-        self._separate, self._decided = {}, False
+        self._separate, self._separates, self._decided = {}, False, False
+
+    def next_part(self) -> None:
+        """Expect another forward and backward of the batch that waits."""
+        self._decided = False
 
     def wait(self, *, raises: bool = True) -> None:
         """Return when the signs of all batches are computed."""
@@ -211,11 +241,15 @@ class CoordinatedHook(SlicedTransport, BucketHook):
 
     def __init__(self, ddp: DDP, sampler: OrderedSampler) -> None:
         """Register with DDP. All ranks must do so at the same point."""
-        SlicedTransport.__init__(self, ddp.module, sampler)
+        SlicedTransport.__init__(self, ddp.module, sampler, ddp.parameters_to_ignore)
         world = self.world
         # Weak: DDP holds its hook out of the garbage collector's sight, and would never be freed.
         self._ddp = weakref.ref(ddp)
-        self._parameters = [p for p in ddp.module.parameters() if p.requires_grad]
+        self._parameters = [
+            parameter
+            for name, parameter in ddp.module.named_parameters()
+            if parameter.requires_grad and name not in self._ignored
+        ]
         # DDP's buckets also hold parameters that were frozen after it was wrapped.
         self._names = {parameter: name for name, parameter in ddp.module.named_parameters()}
         # All parameters in one bucket, in order: how small models are exchanged, and the layout
@@ -242,7 +276,11 @@ class CoordinatedHook(SlicedTransport, BucketHook):
     @property
     def waiting(self) -> bool:
         """Whether a gradient has arrived that was not fed back yet."""
-        return self._slices is not None or bool(self._separate)
+        return self._has_slices or bool(self._separate)
+
+    @property
+    def _has_slices(self) -> bool:
+        return self._slices is not None
 
     def _comes_alone(self) -> bool:
         ddp, fresh = self._ddp(), all(parameter.grad is None for parameter in self._parameters)
@@ -251,7 +289,8 @@ class CoordinatedHook(SlicedTransport, BucketHook):
         self._stale = 0 if fresh else self._stale + 1
         if self._stale == _STALE_BACKWARDS and self.world.rank == 0 and not self._warned:
             self._warn_of_zeros()
-        return fresh
+        # The next exchange would overwrite slices of the same batch.
+        return fresh and not self._has_slices
 
     def _warn_of_zeros(self) -> None:
         """Say what keeps averaging from delivering the slices, if it is zeros. Looks once."""
@@ -401,6 +440,10 @@ class ShardedCoordination(SlicedTransport):
     def waiting(self) -> bool:
         """Whether a gradient has arrived that was not fed back yet."""
         return bool(self._blocks or self._separate)
+
+    @property
+    def _has_slices(self) -> bool:
+        return bool(self._blocks)
 
     def _comes_alone(self) -> bool:
         # What waits at the first gradient of a backward is of earlier ones.

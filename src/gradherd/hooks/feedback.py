@@ -1,9 +1,9 @@
 """Feeds a model's gradients back to its sampler while the user's own training loop runs.
 
-A batch begins with a forward of the model: at that moment the sampler is asked which batch the loop
-has received last, and what the backward (or backwards) of that forward gives belongs to it. It is
-fed back when the optimizer steps, the next forward begins or the order is read, whichever comes
-first.
+When a forward of the model begins, the sampler is asked which batch the loop has received last, and
+what the backward (or backwards) of that forward gives belongs to it. A batch may have several
+forwards (micro-batches). It is fed back when the optimizer steps, the first forward of the next
+batch begins or the order is read, whichever comes first.
 """
 
 import contextlib
@@ -15,10 +15,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from gradherd.comm.collectives import Stopwatch, all_gather
 from gradherd.flat import FlatSpec
+from gradherd.hooks.fsdp import fsdp_modules
 from gradherd.hooks.parameter_hooks import watch_steps
 from gradherd.hooks.state import check_row_length
 from gradherd.hooks.transports import GatheringTransport, RowFigures, RowTransport
@@ -29,7 +31,7 @@ from gradherd.ordering.sampler import Feeder, OrderedSampler
 from gradherd.rows.layer_plan import unwrap_model
 from gradherd.rows.module_hooks import UncopiedHook, do_nothing
 from gradherd.rows.settings import RowSettings, row_length
-from gradherd.torch_names import current_backward
+from gradherd.torch_names import current_backward, current_scale, is_joining, uncompiled
 
 log = logging.getLogger("gradherd")
 
@@ -67,8 +69,18 @@ class OrderFeedback(Feeder):
         self._stopwatch = Stopwatch()  # time that reading and ordering cost the training loop
         self._ticket: BatchTicket | None = None  # the batch of the gradients that are waiting
         self._announced = False  # whether a forward of the model has announced the next backward
-        self._loss_scale = 1.0
+        self._stepped = False  # whether an optimizer has stepped inside the backward that waits
+        self._cut_off: BatchTicket | None = None  # a batch that was fed back before a step
+        self._loss_scale: Tensor | float = 1.0
+        self._scale_version = -1  # of the scaler's tensor
         self._fed_back = 0  # examples, in all
+        bare, needs_rows = unwrap_model(model), sampler.ordering.policy.needs_rows
+        named = bare.named_parameters() if needs_rows else ()
+        self._frozen = {name: p for name, p in named if not p.requires_grad}  # not part of rows
+        self._known = {id(p) for p in bare.parameters()}
+        self._model = weakref.ref(bare)
+        # FSDP itself puts whole parameters into the place of shards.
+        self._looks = needs_rows and not fsdp_modules(bare)
         self._indices: list[int] | None = None
         self._by_index = False
         self._figures: RowFigures | None = None
@@ -83,21 +95,59 @@ class OrderFeedback(Feeder):
         transport.source.on_backward(self.before_backward)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
+            return
+        self._refuse_join(module)
+        ticket = self._current_ticket()
+        if ticket is not None and self._goes_on(ticket):
+            self._transport.next_part()
+        else:
             self._feed_back()
             if not self._transport.quiet:
                 self._transport.forget()
-            if not self._paused:
-                self._take_ticket()
-                self._announced = True
+        if not self._paused:
+            self._expect(ticket)
+            self._announced = True
 
-    def _take_ticket(self) -> None:
+    def _refuse_join(self, module: nn.Module) -> None:
+        ddp = uncompiled(module)
+        needs_all = self.sampler.ordering.policy.needs_rows and self.sampler.world.size > 1
+        if needs_all and isinstance(ddp, DDP) and is_joining(ddp):
+            raise RuntimeError(
+                "join() lets a rank stop before the others, who would wait for what it has to say "
+                "of the order: leave it out, since OrderedSampler gives all ranks as many batches"
+            )
+
+    def _goes_on(self, ticket: BatchTicket) -> bool:
+        """Return whether a forward is of another part of the batch that waits."""
+        if self._stepped or not self._adds_to(ticket):
+            return False
+        return not self._transport.source.is_complete(self.sampler.examples_of(ticket))
+
+    def _current_ticket(self) -> BatchTicket | None:
+        """Return the batch that the loop has received last; None if that does not matter."""
+        return None if self._paused or self._by_index else self.sampler.current_batch()
+
+    def _adds_to(self, ticket: BatchTicket | None) -> bool:
+        """Return whether what waits is of the same batch.
+
+        Not after a step that the scaler skipped: then the scale is another, too.
+        """
+        return ticket == self._ticket and self._transport.waiting and self._same_scale()
+
+    def _same_scale(self) -> bool:
+        scale = current_scale(self._scaler)
+        if isinstance(scale, Tensor) and scale._version == self._scale_version:
+            return True
+        return bool(scale == self._loss_scale)
+
+    def _expect(self, ticket: BatchTicket | None) -> None:
         """Note which batch the next gradients belong to, and the scale of their loss."""
-        self._ticket = None if self._by_index else self.sampler.current_batch()
-        self._loss_scale = self._scale()
-
-    def _scale(self) -> float:
-        return self._scaler.get_scale() if self._scaler else 1.0
+        self._ticket, scale = ticket, current_scale(self._scaler)
+        if isinstance(scale, Tensor):
+            # A copy, which updates do not change. On a GPU the host does not wait for it.
+            self._scale_version, scale = scale._version, scale.double()
+        self._loss_scale = scale
 
     def before_backward(self) -> None:
         """Note the batch of a backward that no forward of the model announced.
@@ -106,12 +156,10 @@ class OrderFeedback(Feeder):
         """
         if self._announced or self._paused or self._by_index:
             return
-        # Another backward of the same batch adds to it, unless a step that the scaler skipped lies
-        # between them: then the scale is another, too.
-        same = self._scale() == self._loss_scale and self.sampler.current_batch() == self._ticket
-        if self._transport.waiting and not same:
+        ticket = self._current_ticket()
+        if not self._adds_to(ticket):
             self._feed_back()
-        self._take_ticket()
+        self._expect(ticket)
 
     def around_step(self, optimizer: Optimizer) -> None:
         """Feed back what is waiting before an optimizer steps, or from inside its step."""
@@ -119,12 +167,15 @@ class OrderFeedback(Feeder):
             # An optimizer for each parameter, stepped when its gradient is in: the rest of the
             # batch is yet to come. It is fed back before the next forward.
             self._transport.source.stepped_in_backward()
+            self._stepped = True
             return
         self._feed_back()
+        self._cut_off = None
 
     def before_iterating(self) -> None:
         """Feed back what is waiting before an iterator of the sampler starts."""
-        self._feed_back()
+        self._cut_short()
+        self._warn_of_new()
         self.before_reading()
 
     def before_reading(self) -> None:
@@ -135,9 +186,16 @@ class OrderFeedback(Feeder):
     def _feed_back(self) -> None:
         """Feed back the batch whose backward is done."""
         if self._transport.waiting:
-            self._announced = False
+            self._announced = self._stepped = False
             with self._stopwatch, self._own_context():
                 self._claim_and_feed()
+
+    def _cut_short(self) -> None:
+        """Feed back a batch of which more may come."""
+        ends = not self._transport.waiting or self._stepped
+        ticket = self._cut_off if ends else self._ticket
+        self._feed_back()
+        self._cut_off = ticket
 
     def _own_context(self) -> contextlib.ExitStack:
         """Return a context outside those of the training loop, in which rows are read."""
@@ -157,6 +215,17 @@ class OrderFeedback(Feeder):
         indices, self._indices = self._indices, None
         ticket, self._ticket = self._ticket, None
         try:
+            if self._by_index and indices is None:
+                raise RuntimeError(
+                    "a gradient came back of a batch that was not named: call "
+                    "herd.observe(indices) once for each forward, with the examples that it takes"
+                )
+            if ticket is not None and ticket == self._cut_off and self.sampler.is_current(ticket):
+                raise RuntimeError(
+                    "the order was read or saved, or backwards were paused, between two backwards "
+                    "of one batch, so its gradient was cut in two: do that after the optimizer's "
+                    "step"
+                )
             claim = self.sampler.claim(ticket, indices)
         except (RuntimeError, ValueError):
             self._transport.forget()  # otherwise the same error would come at every step
@@ -169,12 +238,36 @@ class OrderFeedback(Feeder):
             ordering, world = self.sampler.ordering, self.sampler.world
             version = torch.tensor(int(ordering.version, 16) - 2**63, device=self._device)
             check_same_version(all_gather(version, world).value.tolist(), ordering.epoch)
+        self._warn_of_unfrozen()
         self._fed_back += 0 if claim is None else claim.examples
         if claim is not None and self.sampler.finishing_rest:
             self._transport.feed(None, self._loss_scale)
             self.sampler.skip_rest()
             return
         self._transport.feed(claim, self._loss_scale)
+
+    def _warn_of_unfrozen(self) -> None:
+        """Warn once of each parameter that is trained now, but was frozen before."""
+        for name in [name for name, p in self._frozen.items() if p.requires_grad]:
+            del self._frozen[name]
+            log.warning(
+                "%s was unfrozen after attach(), so rows leave it out: attach again to include it",
+                name,
+            )
+
+    def _warn_of_new(self) -> None:
+        """Warn once of each parameter that was put into the model. Looks once in a pass."""
+        model = self._model()
+        if model is None or not self._looks:
+            return
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and id(parameter) not in self._known:
+                self._known.add(id(parameter))
+                log.warning(
+                    "%s was put into the model after attach(), so rows leave it out: attach again "
+                    "to include it",
+                    name,
+                )
 
     def observe(self, indices: Sequence[int] | Tensor) -> None:
         """Give the examples of the current batch; see `Herd.observe`."""
@@ -187,19 +280,21 @@ class OrderFeedback(Feeder):
                     f"observe() needs indices into the data set, whole numbers in [0, {count}), "
                     f"got {index!r}"
                 )
+        if self._indices is not None:
+            self._feed_back()  # the batch before, if gradients are accumulated
         self._transport.by_index()
         self._by_index, self._indices = True, given
 
     def finish(self) -> None:
         """Feed back what is waiting and let the sampler learn it, on all ranks together."""
         with self._stopwatch, self._own_context():
-            self._feed_back()
+            self._cut_short()
             self._transport.finish()
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
         """Ignore backwards inside: they do not belong to examples of the sampler."""
-        self._feed_back()
+        self._cut_short()
         # Remembered, so that pauses can be nested.
         before, self._paused = self._paused, True
         try:

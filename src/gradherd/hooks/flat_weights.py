@@ -29,6 +29,8 @@ class FlatWeights:
         self.is_wide = all(p.dtype == self.dtype for p in self.parameters.values())
         """Whether parameters hold all bits of a vector."""
         self.gap = 0
+        self._large = self.layout.sparse_numels
+        self._small = list(self.layout.numels[len(self._large) :])
         self.buffer_elements = sum(buffer.numel() for buffer in self.buffers().values())
 
     @torch.no_grad()
@@ -56,32 +58,27 @@ class FlatWeights:
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Return the parts of a vector as views in the shapes of the parameters."""
-        names, first = self.layout.names, self.layout.sparse
-        parts = [*flat[:first].split(self.layout.sparse_numels)]
-        parts += flat[first + self.gap :].split(list(self.layout.numels[len(parts) :]))
-        shapes = self.layout.shapes
-        return {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
+        parts = flat.split([*self._large, self.gap, *self._small])
+        parts = parts[: len(self._large)] + parts[len(self._large) + 1 :]
+        named = zip(self.layout.names, parts, self.layout.shapes, strict=True)
+        return {name: part.view(shape) for name, part, shape in named}
 
     def read(self, out: Tensor | None = None) -> Tensor:
         """Return the parameters as a vector."""
         if out is None:
             length = self.layout.size + self.gap
             out = torch.zeros(length, dtype=self.dtype, device=self.device)
-        copy_all(*self._pairs(out))
+        views = self.views(out)
+        copy_all(list(views.values()), [local_shard(self.parameters[name]) for name in views])
         return out
-
-    def _pairs(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the parts of a vector, and what this rank holds of each parameter."""
-        views = self.views(flat)
-        return list(views.values()), [local_shard(self.parameters[name]) for name in views]
 
     @torch.no_grad()
     def write(self, flat: Tensor) -> None:
         """Set the parameters to those of a vector."""
         for module in self._shardings:
             module.reshard()  # Whole parameters that an evaluation has left would be stale.
-        parts, shards = self._pairs(flat)
-        copy_all(shards, parts)
+        views = self.views(flat)
+        copy_all([local_shard(self.parameters[name]) for name in views], list(views.values()))
 
     @contextlib.contextmanager
     def replaced_by(self, flat: Tensor) -> Iterator[None]:

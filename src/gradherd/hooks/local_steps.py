@@ -195,10 +195,12 @@ class LocalExchange(ModelExchange):
         """
         self._settle()
         self._weights.check_trainable()
-        own = [self._weights.read(self._shared.empty())]
-        buffers = self._weights.read_buffers()
+        own, buffers = self._shared.room(), self._weights.read_buffers()
+        self._weights.read(own[0])
         position, steps = (self._steps, int(forced)), self._taken
         self._taken = 0
+        # The next steps have not moved the weights that `sync` makes equal.
+        beside = self._thread is not None and not forced
         if self._thread is None:
             try:
                 self._arrival = self._exchange(own, buffers, position)
@@ -215,17 +217,18 @@ class LocalExchange(ModelExchange):
 
             self._thread.submit(job)
         self._untracked = 0
-        if self._thread is None or forced:
+        if not beside:
             self._finish(synced=forced)
 
     def _exchange(
         self, own: list[Tensor], buffers: Tensor | None, position: tuple[int, int]
     ) -> Arrival:
         """Run the exchange, here or in the thread."""
-        rows = None if buffers is None else [buffers]
-        defers = self._thread is None and not position[1]
+        rows, beside = None if buffers is None else [buffers], self._thread is not None
         try:
-            return self._shared.exchange(own, rows, position, defers=defers)
+            return self._shared.exchange(
+                own, rows, position, delta=beside and not position[1], defers=not beside
+            )
         except OutOfStep as error:
             raise _out_of_step(error) from None
         except RuntimeError as error:
@@ -240,7 +243,7 @@ class LocalExchange(ModelExchange):
 
     @torch.no_grad()
     def _finish(self, *, synced: bool = False) -> None:
-        """Wait for the exchange, move the shared weights and go on from them.
+        """Wait for the exchange and go on from the new shared weights.
 
         Args:
             synced: Whether all ranks go on with equal weights.
@@ -249,13 +252,9 @@ class LocalExchange(ModelExchange):
         arrival, self._arrival = self._arrival, None
         assert arrival is not None
         if arrival.ready is None and not self._counts(arrival):
-            self._shared.give_back(arrival.own)
             return
-        # Nothing right after `_begin`, so that `sync` leaves equal bits on all ranks.
-        beside = self._thread is not None and not synced and self._taken > 0
-        (new,) = self._shared.apply(arrival, synced=synced, delta=beside)
-        self._write(new.add_(self._weights.read()) if beside else new)
-        self._shared.give_back([new])
+        (new,) = arrival.weights
+        self._write(new, adds=self._thread is not None and not synced)
         if arrival.buffers is not None:
             self._weights.write_buffers(arrival.buffers)
         self._synced = synced or not self._settings.keep_residual
@@ -311,14 +310,17 @@ class LocalExchange(ModelExchange):
             self._arrival = None  # Differences are taken to the shared weights: nothing is lost.
             raise
 
-    def _write(self, flat: Tensor) -> None:
-        """Set this rank's weights; what their dtypes cannot hold is owed."""
+    def _write(self, flat: Tensor, *, adds: bool = False) -> None:
+        """Set this rank's weights, or add to them; what their dtypes cannot hold is owed."""
+        if adds:
+            flat = self._weights.read().add_(flat)
         self._weights.write(flat)
         if not self._weights.is_wide:
             self._shared.owe_rounding([flat], [self._weights.read()])
 
     def shared_weights(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which parameters are the shared weights."""
+        self._complete()
         return self._weights.replaced_by(self._shared.outer.shared)
 
     # Metrics.
@@ -364,9 +366,7 @@ class LocalExchange(ModelExchange):
         if self.sharded or not at_start or self._arrival is not None:
             vectors["weights"] = self.by_name(self._weights.read())
         if self._arrival is not None:
-            vectors["snapshot"] = self.by_name(self._arrival.own[0])
-            if self._arrival.ok is not None and self._arrival.ok[0]:
-                vectors["unsent"] = self.by_name(self._shared.unsent(self._arrival))
+            vectors["arrival"] = self.by_name(self._arrival.weights[0])
         return vectors
 
     def _identity(self) -> dict[str, Any]:
@@ -391,11 +391,9 @@ class LocalExchange(ModelExchange):
         if "weights" in state:
             buffers = self._weights.buffers()
             state["buffers"] = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-        if (arrival := self._arrival) is not None:  # Equal on all ranks, as the shared weights are.
-            state["arrival"] = {"counts": "unsent" in state}
-            if "unsent" in state:
-                mean = self.by_name(self._shared.whole_mean(arrival))
-                state["arrival"] |= {"mean": mean, "buffers": arrival.buffers}
+        if (arrival := self._arrival) is not None:
+            assert arrival.ok is not None
+            state["arrived"] = {"counts": bool(arrival.ok[0]), "buffers": arrival.buffers}
         return state
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -404,10 +402,8 @@ class LocalExchange(ModelExchange):
         merged = state.get("rank", 0) is None
         for key, own in self._identity().items():
             if not (merged and key in ("rank", "workers")) and state.get(key) != own:
-                raise ValueError(
-                    f"{self.key} state has {key} {state.get(key)!r}, expected {own!r}"
-                )
-        if "snapshot" in state and not self._settings.overlap:
+                raise ValueError(f"{self.key} state has {key} {state.get(key)!r}, expected {own!r}")
+        if "arrived" in state and not self._settings.overlap:
             raise ValueError(
                 "local state has an exchange under way: it was saved with overlap=True, so attach "
                 "with overlap=True"
@@ -440,8 +436,13 @@ class LocalExchange(ModelExchange):
         elif "owner_error" in state:  # one worker alone owns nothing
             owed += self.fill(torch.zeros_like(shared), state["owner_error"])
         self._shared.owed = [owed] if owed.any() else None
-        if "snapshot" in state:
-            self._arrival = self._load_arrival(state)
+        if "arrived" in state:
+            counts, arrived = state["arrived"]["counts"], state["arrived"]["buffers"]
+            self._arrival = Arrival(
+                [self.fill(torch.zeros_like(shared), state["arrival"])],
+                torch.full((2,), int(counts), dtype=torch.int32),
+                None if arrived is None else arrived.to(self.device),
+            )
         if "weights" in state:
             self._weights.write(self.fill(torch.zeros_like(shared), state["weights"]))
         else:
@@ -454,23 +455,6 @@ class LocalExchange(ModelExchange):
             self._load_optimizer(state.get("optimizer", {}), state["used"])
         # A model or an optimizer that is loaded later would undo it.
         self._set_by, self._set = "herd.load_state_dict()", self._fingerprints()
-
-    def _load_arrival(self, state: Mapping[str, Any]) -> Arrival:
-        """Return the exchange that was under way."""
-
-        def vector(saved: Mapping[str, Tensor]) -> Tensor:
-            return self.fill(torch.zeros_like(self._shared.outer.shared), saved)
-
-        saved, length = state["arrival"], self._shared.length
-        arrival = Arrival([vector(state["snapshot"])], torch.zeros(2, dtype=torch.int32))
-        assert arrival.ok is not None
-        if saved["counts"]:
-            arrival.ok += 1
-            mean, buffers = vector(saved["mean"]), saved["buffers"]
-            arrival.mean, arrival.small = mean[:length], mean[length:]
-            arrival.unsent = vector(state["unsent"])[:length]
-            arrival.buffers = None if buffers is None else buffers.to(self.device)
-        return arrival
 
     # The optimizer's own state.
 

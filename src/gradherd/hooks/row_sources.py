@@ -58,6 +58,13 @@ class RowSource:
         """Call `began` before the first gradient of each backward, if it can be observed."""
         self._hooks.before_first = began
 
+    def next_part(self) -> None:
+        """Expect another forward and backward of the batch that waits."""
+
+    def is_complete(self, examples: int) -> bool:
+        """Return whether what waits is known to be of all examples of its batch."""
+        return False
+
     def stepped_in_backward(self) -> None:
         """Note that an optimizer steps before the backward is over."""
 
@@ -107,11 +114,12 @@ class BatchGradientSource(RowSource):
         task = current_backward()
         if task in self._befores:  # a backward inside it (checkpoint) has ended
             return
-        before = self._before
+        before, accumulated = self._before, any(p.grad is not None for p in self._parameters)
         if self._row is None:
             # What earlier backwards have left in p.grad is subtracted at the end of this one.
-            accumulated = any(p.grad is not None for p in self._parameters)
             before = self._grad_row() if accumulated else None
+        elif not accumulated:  # cleared within the batch, of which a part is in the row
+            before = -self._row
         self._befores[task] = before
         # Queued callbacks run when the engine has accumulated every gradient, which no hook of a
         # single parameter can tell.
@@ -176,7 +184,7 @@ class BatchGradientSource(RowSource):
             # parameters.
             self._row += self._sketch(flat, offset=span.start)
 
-    def take(self, examples: int, loss_scale: float) -> Tensor:
+    def take(self, examples: int, loss_scale: Tensor | float) -> Tensor:
         """Return the one row of the last backward, less what the loss was multiplied by."""
         assert self._row is not None
         row = self._row
@@ -184,7 +192,7 @@ class BatchGradientSource(RowSource):
             # Not a number: the batch is left out, as one that has overflowed.
             row = torch.full_like(row, torch.nan)
         self.clear()
-        if loss_scale != 1:
+        if isinstance(loss_scale, Tensor) or loss_scale != 1:
             row /= loss_scale
         return row.unsqueeze(0)
 
@@ -209,29 +217,45 @@ class ExampleRowSource(Capture, RowSource):
         settings: ExactRows | SketchRows | TwoSidedRows,
         unit: int,
         batch_size: int,
+        keeps_factors: bool = False,
     ) -> None:
         bare = unwrap_model(model)
         sharded = gradient_registrar(bare) if fsdp_modules(bare) else None
-        super().__init__(model, settings, batch_size=batch_size, sharded=sharded)
+        super().__init__(
+            model, settings, batch_size=batch_size, sharded=sharded, keeps_factors=keeps_factors
+        )
         self._unit = unit
 
-    def take(self, examples: int, loss_scale: float) -> Tensor:
-        """Return the (U, k) rows of the last backward, less what the loss was multiplied by."""
-        single = self.pop_rows(examples, loss_scale=loss_scale)
+    def take(self, examples: int, loss_scale: Tensor | float) -> Any:
+        """Return the (U, k) rows of the last backward, less what the loss was multiplied by.
+
+        A tensor, or `FactoredRows`.
+        """
+        single = self.pop(examples, loss_scale=loss_scale)
         if self._unit == 1:
             return single
         # A unit is ordered by the mean gradient of its examples.
+        if not isinstance(single, Tensor):
+            return single.means(self._unit)
         return single.view(len(single) // self._unit, self._unit, -1).mean(1)
 
 
 def make_row_source(
-    model: nn.Module, settings: RowSettings, unit: int, batch_size: int
+    model: nn.Module,
+    settings: RowSettings,
+    unit: int,
+    batch_size: int,
+    *,
+    keeps_factors: bool = False,
 ) -> BatchGradientSource | ExampleRowSource:
-    """Return the source that reads rows off a bare model as the settings say."""
+    """Return the source that reads rows off a bare model as the settings say.
+
+    `keeps_factors` as of `Capture`.
+    """
     # One unit per batch: its gradient is p.grad itself, and no layer need be read.
     if unit == batch_size or isinstance(settings, BatchRows):
         sketch = None
         if isinstance(settings, SketchRows | TwoSidedRows):
             sketch = CountSketch(row_length(settings, FlatSpec.of(model).size), settings.seed)
         return BatchGradientSource(model, sketch)
-    return ExampleRowSource(model, settings, unit, batch_size)
+    return ExampleRowSource(model, settings, unit, batch_size, keeps_factors)

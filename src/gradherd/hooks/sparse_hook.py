@@ -32,7 +32,7 @@ from gradherd.comm.checks import MOST_BROKEN
 from gradherd.comm.collectives import all_gather
 from gradherd.comm.world import World
 from gradherd.flat import exchangeable, in_memory_order, local_shard, plain_name
-from gradherd.hooks.bucket_hook import BucketHook
+from gradherd.hooks.bucket_hook import BucketHook, row_sparse_parameters
 from gradherd.hooks.exchange import GradientExchange
 from gradherd.hooks.fsdp import ShardedGroup, ShardedWorlds, is_inner, is_last_backward
 from gradherd.hooks.parameter_hooks import ParameterUsage
@@ -203,13 +203,7 @@ def sparsifiable(ddp: DDP) -> dict[str, nn.Parameter]:
         ValueError: A parameter is not real, or there is none.
     """
     ignored = set(getattr(ddp, "parameters_to_ignore", ()))
-    # As DDP finds them: by the module that holds the parameter.
-    by_rows = {
-        parameter
-        for module in ddp.module.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        for parameter in module.parameters(recurse=False)
-    }
+    by_rows = row_sparse_parameters(ddp)
     parameters = exchangeable(
         (name, parameter)
         for name, parameter in ddp.module.named_parameters()

@@ -28,11 +28,11 @@ NOT_FOR_DCP = "dcp_needs_stateful"
 EXCHANGES = ("sparsify", "local")
 """Parts of a herd's state that differ between ranks: a herd has at most one of them."""
 _MERGED_KEYS = (
-    "residual", "owner_error", "velocity", "weights", "buffers", "snapshot", "unsent", "optimizer"
+    "residual", "owner_error", "velocity", "weights", "buffers", "arrival", "optimizer"
 )  # fmt: skip
 """Entries of a worker's state that hold a tensor for each parameter (or buffer) of that worker."""
 
-_COMMON_KEYS = ("shared", "outer_momentum", "arrival")
+_COMMON_KEYS = ("shared", "outer_momentum", "arrived")
 """Large entries that are equal on all workers (local steps)."""
 
 

@@ -47,7 +47,7 @@ class RowTransport:
         """Whether a backward has happened whose rows were not fed back yet."""
         return self.source.waiting
 
-    def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
+    def feed(self, claim: BatchClaim | None, loss_scale: Tensor | float) -> None:
         """Feed back the rows of the backward that was waiting, or drop them without a claim.
 
         All ranks must call it after each backward, also those for which nothing counts. The loss
@@ -58,6 +58,10 @@ class RowTransport:
             # To know when the epoch ends.
             seen = torch.ones((claim.units, self._sampler.world.size), dtype=torch.bool)
             self._sampler.observe(None, seen, first=claim.step if self._in_order else None)
+
+    def next_part(self) -> None:
+        """Expect another forward and backward of the batch that waits."""
+        self.source.next_part()
 
     def by_index(self) -> None:
         """Expect batches in any order from now on."""
@@ -137,8 +141,11 @@ class RankTransport(RowTransport):
             return super().ordering_state()
 
         def whole(row: Tensor) -> Tensor:
-            by_name = layout.gather(row.to(self._device), self.world)
-            return torch.cat([by_name[name] for name in self._spec.names]).to(row.device)
+            by_name, spec = layout.gather(row.to(self._device), self.world), self._spec
+            # Parameters that DDP was told to ignore are in no column: zeros.
+            sizes = zip(spec.names, spec.numels, strict=True)
+            parts = [by_name.get(name, row.new_zeros(count)) for name, count in sizes]
+            return torch.cat([part.to(row.device) for part in parts])
 
         return self._sampler.ordering.state_dict(whole)
 
@@ -187,7 +194,7 @@ class GatheringTransport(RankTransport):
         """What measures the rows of each batch, if somebody wants to know."""
         self._alone = self.world.size == 1
 
-    def feed(self, claim: BatchClaim | None, loss_scale: float) -> None:
+    def feed(self, claim: BatchClaim | None, loss_scale: Tensor | float) -> None:
         """Feed back a row for each unit of the batch."""
         if self._gatherer.in_order and not self._alone:
             comparison = self._in_step.compare(claim, self._side)
@@ -270,7 +277,7 @@ class GatheringTransport(RankTransport):
 # --- What rows tell beside an order ------------------------------------------------------------
 
 
-def signal_and_noise(rows: Tensor, unit: int) -> Tensor:
+def signal_and_noise(rows: Any, unit: int) -> Tensor:
     """Return (2,) estimates from (U, D) rows of `unit` examples each, U at least 2.
 
     The first is that of the squared norm of the true gradient, which may be negative; the second
@@ -282,7 +289,11 @@ def signal_and_noise(rows: Tensor, unit: int) -> Tensor:
     tensor([3., 2.])
     """
     small, big = unit, unit * len(rows)
-    of_rows, of_mean = rows.square().sum(1).mean(), rows.mean(0).square().sum()
+    if isinstance(rows, Tensor):
+        of_rows, of_mean = rows.square().sum(1).mean(), rows.mean(0).square().sum()
+    else:  # not formed
+        gram = rows.gram.float()
+        of_rows, of_mean = gram.diagonal().mean(), gram.mean()
     signal = (big * of_mean - small * of_rows) / (big - small)
     return torch.stack([signal, (of_rows - of_mean) / (1 / small - 1 / big)])
 
@@ -299,10 +310,13 @@ class RowFigures:
         self._norms: Tensor | None = None  # (U,) of the last batch
         self._average: Tensor | None = None  # (2,) signal and noise
 
-    def add(self, rows: Tensor) -> None:
+    def add(self, rows: Any) -> None:
         """Measure the (U, D) rows of a batch, without a wait for the device."""
-        rows = rows.detach().float()
-        self._norms = torch.linalg.vector_norm(rows, dim=1)
+        if isinstance(rows, Tensor):
+            rows = rows.detach().float()
+            self._norms = torch.linalg.vector_norm(rows, dim=1)
+        else:
+            self._norms = rows.gram.diagonal().float().clamp(min=0).sqrt()
         if len(rows) < 2:  # one size of b tells no noise
             return
         both = signal_and_noise(rows, self._unit)

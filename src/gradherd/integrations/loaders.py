@@ -17,11 +17,11 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 
 from gradherd.hooks.attach import attach
 from gradherd.hooks.herd import Herd
+from gradherd.local.settings import LocalSteps
 from gradherd.ordering.batches import FollowedIterator
 from gradherd.ordering.policy import Policy
 from gradherd.ordering.sampler import OrderedSampler
 from gradherd.rows.settings import RowSettings
-from gradherd.local.settings import LocalSteps
 from gradherd.sparsify.selector import Selector
 from gradherd.sparsify.settings import Sparsify
 

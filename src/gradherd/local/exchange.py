@@ -12,7 +12,7 @@ bits, small parameters behind them exactly; B elements of buffers; R workers.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,24 +37,18 @@ class OutOfStep(RuntimeError):
 
 @dataclass
 class Arrival:
-    """The result of an exchange that was not applied yet."""
+    """The result of an exchange."""
 
-    own: list[Tensor]
-    """(N,) weights of each worker when the exchange began."""
+    weights: list[Tensor]
+    """(N,) with which each worker goes on, or what it is to add to its own weights of then."""
     ok: Tensor | None = None
     """(2,) int32: whether the exchange counts, and whether this worker's difference was finite."""
-    small: Tensor | None = None
-    """(N - length,) mean of the differences that are sent exactly."""
     buffers: Tensor | None = None
     """(B,) mean of the buffers."""
-    mean: Tensor | None = None
-    """(length,) mean of the differences, of an arrival that was loaded; else in the messages."""
-    unsent: Tensor | None = None
-    """(length,) what rounding took, of an arrival that was loaded; else in the messages."""
-    headers: Tensor | None = field(default=None, repr=False)
+    headers: Tensor | None = None
     """(R, 4) steps, whether `sync` asks, whether finite, and D of all workers, on the host."""
     ready: Any = None
-    """CUDA event after which `headers` hold what was sent."""
+    """CUDA event after which `headers` hold what was sent, if the host was not to wait for it."""
 
 
 class SharedWeights:
@@ -66,11 +60,12 @@ class SharedWeights:
         dim: int,
         small: int,
         buffers: int,
-        world: World | int,
+        world: World,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         shards: World | None = None,
+        simulated: bool = False,
     ) -> None:
         """Make room for everything but the weights; `start` gives them.
 
@@ -79,24 +74,24 @@ class SharedWeights:
             dim: D.
             small: Elements of small parameters.
             buffers: B.
-            world: The ranks that exchange, or how many workers to simulate.
+            world: The ranks that exchange.
             dtype: Dtype of vectors.
             device: Device of vectors.
             shards: The ranks that hold the shards of this replica of a model; None is this one.
+            simulated: Whether all workers of `world` are in this process.
         """
-        simulated = isinstance(world, int)
-        ranks = range(world) if simulated else [world.rank]  # type: ignore[arg-type, union-attr]
-        size = world if simulated else world.size  # type: ignore[union-attr]
-        self._world = None if simulated else world
+        ranks = range(world.size) if simulated else [world.rank]
+        self._world, self._simulated = world, simulated
         self._shards = World.single() if shards is None else shards
         self._settings = settings
         where: dict[str, Any] = {"values": settings.values, "dtype": dtype, "device": device}
         self.means = [
-            FewBitMean(dim, exact=small + buffers, rank=rank, size=size, **where) for rank in ranks
+            FewBitMean(dim, exact=small + buffers, rank=rank, size=world.size, **where)
+            for rank in ranks
         ]
         self.length, self._small = self.means[0].length, small
-        self._spare: list[Tensor] = []
-        self._device, self._dtype = torch.device(device), dtype
+        self._device = torch.device(device)
+        self._room: list[Tensor] | None = None
         self.owed: list[Tensor] | None = None
         """(N,) what each worker has not sent, where its own weights do not say it."""
         self.bytes = 0
@@ -109,11 +104,21 @@ class SharedWeights:
         """N, the length of a vector."""
         return self.length + self._small
 
-    def empty(self) -> Tensor:
-        """Return (N,) memory for own weights, which an exchange before may have used."""
-        if self._spare:
-            return self._spare.pop()
-        return torch.zeros(self.numel, dtype=self._dtype, device=self._device)
+    def room(self) -> list[Tensor]:
+        """Return (N,) memory for the own weights of each worker, until the next call."""
+        if self._device.type != "cpu":
+            return [torch.empty_like(self.outer.shared) for _ in self.means]
+        if self._room is None:  # Allocating it takes a CPU as long as a pass over it.
+            self._room = [torch.zeros_like(self.outer.shared) for _ in self.means]
+        return self._room
+
+    @classmethod
+    def simulate(
+        cls, settings: LocalSteps, dim: int, small: int, buffers: int, workers: int, **where: Any
+    ) -> "SharedWeights":
+        """Return the exchange of all workers in this process; arguments are those of a rank."""
+        world = World(0, workers)
+        return cls(settings, dim, small, buffers, world, simulated=True, **where)
 
     def start(self, shared: Tensor) -> None:
         """Begin with (N,) shared weights."""
@@ -121,58 +126,84 @@ class SharedWeights:
 
     # The exchange.
 
+    @torch.no_grad()
     def exchange(
         self,
-        own: Sequence[Tensor],
+        own: list[Tensor],
         buffers: Sequence[Tensor] | None = None,
         position: tuple[int, int] = (0, 0),
         *,
+        delta: bool = False,
         defers: bool = False,
     ) -> Arrival:
-        """Send what differs from the shared weights, and return what arrives.
+        """Send what differs from the shared weights, and move them by the mean that arrives.
 
         Args:
-            own: (N,) weights of each worker, which are kept as they are.
+            own: (N,) weights of each worker; they become the `weights` of the result.
             buffers: (B,) of each worker, which are averaged exactly.
-            position: Steps of this worker, and whether `sync` asks: the same everywhere.
+            position: Steps of this worker, and whether all go on with equal weights (`sync`): the
+                same everywhere.
+            delta: Return what to add to the own weights of later, which have moved on.
             defers: Whether the host need not learn now if it counts, where that is possible.
 
         Raises:
             OutOfStep: `position` is not the same everywhere.
         """
-        arrival, shared, length = Arrival(list(own)), self.outer.shared, self.length
+        arrival, shared, length = Arrival(own), self.outer.shared, self.length
+        synced, few = bool(position[1]), self.means[0]
         self.bytes = 0
-        for at, (few, weights) in enumerate(zip(self.means, own, strict=True)):
+        for at, (one, weights) in enumerate(zip(self.means, own, strict=True)):
             owed = None if self.owed is None else self.owed[at]
             small = shared[length:] - weights[length:]
             if owed is not None:
                 small += owed[length:]
             exact = small if buffers is None else torch.cat([small, buffers[at]])
-            few.send(weights, shared, owed, exact, position)
+            one.send(weights, shared, owed, exact, position)
         self._send_to_owners()
-        few = self.means[0]
-        arrival.headers = headers = few.received.header
-        if defers and few.kernels and self.owed is None and self._settings.keep_residual:
+        headers = few.received.header
+        keeps = self._settings.keep_residual and not synced
+        if defers and few.kernels and keeps and self.owed is None:
             arrival.ok = self._verdict_on_device(headers, few.rank)
             arrival.headers = torch.empty_like(headers, device="cpu", pin_memory=True)
             arrival.headers.copy_(headers, non_blocking=True)
             arrival.ready = torch.cuda.current_stream(headers.device).record_event()
         else:
             arrival.headers = headers.cpu()
-            arrival.ok = self.all_shards(torch.tensor(self.verdict(arrival), dtype=torch.int32))
+            arrival.ok = torch.tensor(self.verdict(arrival), dtype=torch.int32)
+            if self._shards.size > 1:
+                arrival.ok = self.all_shards(arrival.ok)
             if not arrival.ok[0]:
                 return arrival
         for one in self.means:
             one.own(None if arrival.ready is None else arrival.ok)
         self._send_to_all()
-        exact = few.exact_mean()
-        arrival.small = exact[: self._small]
-        arrival.buffers = None if buffers is None else exact[self._small :].clone()
+        exact = few.gathered.exact.reshape(-1)
+        if buffers is not None:
+            arrival.buffers = exact[self._small : few.exact].clone()
+        owes, rest = self.owed, None
+        if few.error is not None and not keeps:
+            rest = [torch.zeros_like(one) for one in own] if owes is None else owes
+        ok = arrival.ok.to(self._device)
+        if few.kernels:
+            both = rest if owes is None else owes
+            for i, one in enumerate(self.means):
+                squares = few.kernels.apply(
+                    one, few.gathered, self.outer, own[i], None if both is None else both[i], ok,
+                    owes=owes is not None, keeps=keeps, delta=delta, last=one is self.means[-1],
+                )  # fmt: skip
+                self.squares = squares if i == 0 else self.squares
+        else:
+            self._apply(own, owes, rest, delta)
+        if self._small:
+            self._apply_small(own, exact[: self._small].clone(), ok, delta)
+        for vector in rest or []:
+            vector[length:] = 0
+        self.owed = rest
         return arrival
 
     def _send_to_owners(self) -> None:
         first = self.means[0]
-        if self._world is not None:
+        if not self._simulated:
             sent = all_to_all_start(first.sent.raw, self._world, out=first.received.raw).finished()
             self.bytes += sent.bytes
             return
@@ -183,7 +214,7 @@ class SharedWeights:
 
     def _send_to_all(self) -> None:
         first = self.means[0]
-        if self._world is not None:
+        if not self._simulated:
             out = first.gathered.raw
             self.bytes += all_gather_start(first.sum.raw[0], self._world, out=out).finished().bytes
             return
@@ -219,85 +250,45 @@ class SharedWeights:
 
     # The outer step.
 
-    @torch.no_grad()
-    def apply(self, arrival: Arrival, *, synced: bool = False, delta: bool = False) -> list[Tensor]:
-        """Move the shared weights; return (N,) with which each worker goes on.
-
-        Args:
-            arrival: What `exchange` returned. Only a deferred one may turn out not to count.
-            synced: Whether all workers go on with equal weights.
-            delta: Return what to add to the present own weights instead.
-        """
-        few, owes = self.means[0], self.owed
-        rest: list[Tensor] | None = None
-        if few.error is not None and (synced or not self._settings.keep_residual):
-            rest = [torch.zeros_like(own) for own in arrival.own] if owes is None else owes
-        # The kernel moves the shared weights and one worker's own: several share them here.
-        if few.kernels and arrival.mean is None and len(self.means) == 1:
-            both = rest if owes is None else owes
-            self.squares = few.kernels.apply(
-                few, self.outer, arrival.own[0], None if both is None else both[0],
-                arrival.ok.to(self._device), owes=owes is not None, keeps=rest is None, delta=delta,
-            )  # fmt: skip
-        else:
-            self._apply_blocks(arrival, owes, rest, delta)
-        self._apply_small(arrival, slice(self.length, None), delta)
-        for vector in rest or []:
-            vector[self.length :] = 0
-        self.owed = rest
-        return arrival.own
-
-    def _apply_blocks(
-        self, arrival: Arrival, owes: list[Tensor] | None, rest: list[Tensor] | None, delta: bool
+    def _apply(
+        self, own: list[Tensor], owes: list[Tensor] | None, rest: list[Tensor] | None, delta: bool
     ) -> None:
-        """Apply block by block, so that all that is read of a block stays in a CPU's cache.
+        """Move the shared weights block by block, so that what is read of one stays cached.
 
         `owes` is what was owed before; `rest` receives what is owed now.
         """
         shared, first = self.outer.shared, self.means[0]
         self.squares = torch.zeros((), dtype=torch.float64)
-        for owner, part in first.blocks():
-            at = first.place(owner, part)
+        for owner, part, at in first.blocks():
             unsent = [
-                few.unsent(own, shared, None if owes is None else owes[i], owner, part)
-                if arrival.unsent is None
-                else arrival.unsent[at].clone()
-                for i, (few, own) in enumerate(zip(self.means, arrival.own, strict=True))
+                few.unsent(weights, shared, None if owes is None else owes[i], owner, part, at)
+                for i, (few, weights) in enumerate(zip(self.means, own, strict=True))
             ]
             self.squares += torch.dot(unsent[0], unsent[0]).cpu()
-            mean = first.mean(owner, part) if arrival.mean is None else arrival.mean[at].clone()
-            self.outer.step(mean, at)
-            for i, (own, left) in enumerate(zip(arrival.own, unsent, strict=True)):
+            self.outer.step(first.mean(owner, part), at)
+            for i, (weights, left) in enumerate(zip(own, unsent, strict=True)):
                 if rest is not None:
                     rest[i][at] = left
                     left.zero_()
                 if delta:
-                    left.add_(own[at])
-                torch.sub(shared[at], left, out=own[at])
+                    left.add_(weights[at])
+                torch.sub(shared[at], left, out=weights[at])
 
-    def _apply_small(self, arrival: Arrival, at: slice, delta: bool) -> None:
+    def _apply_small(self, own: list[Tensor], mean: Tensor, ok: Tensor, delta: bool) -> None:
         """Apply to the parameters that were sent exactly; nothing of them is left."""
-        if not self._small:
-            return
-        assert arrival.small is not None and arrival.ok is not None
+        at, counts, finite = slice(self.length, None), ok[0] == 1, ok[1] == 1
         shared, momentum = self.outer.shared[at], self.outer.momentum
-        ok = arrival.ok.to(shared.device)
         before = shared.clone(), None if momentum is None else momentum[at].clone()
-        self.outer.step(arrival.small.clone(), at)
-        shared.copy_(torch.where(ok[0] == 1, shared, before[0]))
+        self.outer.step(mean, at)
+        shared.copy_(torch.where(counts, shared, before[0]))
         if momentum is not None and before[1] is not None:
-            momentum[at] = torch.where(ok[0] == 1, momentum[at], before[1])
-        for own in arrival.own:
+            momentum[at] = torch.where(counts, momentum[at], before[1])
+        for weights in own:
             if delta:
-                own[at] = torch.where(ok[0] == 1, shared - own[at], torch.zeros_like(shared))
+                weights[at] = torch.where(counts, shared - weights[at], 0)
             else:
-                stays = torch.where(ok[1] == 1, own[at], shared)
-                own[at] = torch.where(ok[0] == 1, shared, stays)
-
-    def give_back(self, vectors: Sequence[Tensor]) -> None:
-        """Keep memory for the next exchange, where allocating it takes as long as a pass over it."""
-        if self._device.type == "cpu":
-            self._spare.extend(vectors)
+                stays = torch.where(finite, weights[at], shared)
+                weights[at] = torch.where(counts, shared, stays)
 
     def owe_rounding(self, exact: Sequence[Tensor], held: Sequence[Tensor]) -> None:
         """Keep what parameters could `held` not hold of (N,) `exact` weights: half precision."""
@@ -306,31 +297,6 @@ class SharedWeights:
             self.owed = lost
         else:
             self.owed = [one.add_(more) for one, more in zip(self.owed, lost, strict=True)]
-
-    def unsent(self, arrival: Arrival) -> Tensor:
-        """Return (N,) what rounding took from the first worker's difference."""
-        unsent, few = torch.zeros_like(arrival.own[0]), self.means[0]
-        if arrival.unsent is not None:
-            unsent[: self.length] = arrival.unsent
-            return unsent
-        owed = None if self.owed is None else self.owed[0]
-        for owner, part in few.blocks():
-            unsent[few.place(owner, part)] = few.unsent(
-                arrival.own[0], self.outer.shared, owed, owner, part
-            )
-        return unsent
-
-    def whole_mean(self, arrival: Arrival) -> Tensor:
-        """Return (N,) the mean difference that has arrived."""
-        assert arrival.small is not None
-        few, mean = self.means[0], torch.zeros_like(arrival.own[0])
-        mean[self.length :] = arrival.small
-        if arrival.mean is not None:
-            mean[: self.length] = arrival.mean
-            return mean
-        for owner, part in few.blocks():
-            mean[few.place(owner, part)] = few.mean(owner, part)
-        return mean
 
     def residuals(self) -> list[Tensor]:
         """Return (N,) what each worker owes beside its own weights; zeros if nothing."""

@@ -12,6 +12,7 @@ arithmetic. On a GPU one bit has kernels of its own (`triton_mean`).
 Letters: D coordinates, padded to R slices of S; R workers; E numbers that are averaged exactly.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Any
@@ -26,11 +27,31 @@ from gradherd.gpu import has_triton
 
 LARGEST = 1e30
 """A difference beyond this counts as not finite: sums of such values could overflow."""
-_BLOCK = 1 << 16  # coordinates that a CPU takes at a time: all that is read of them stays cached
-_SIGNS = 1.0 - 2.0 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_BLOCK = 1 << 15  # coordinates that a CPU takes at a time: all that is read of them stays cached
+_SIGNS = 1.0 - 2.0 * np.unpackbits(
+    np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"
+)
 
 
-class _Signs:
+class _Codec(ABC):
+    """How values are written as codes, and as levels of groups, on any device."""
+
+    per_byte, levels = 1, 0
+
+    @abstractmethod
+    def encode(self, values: Tensor, codes: Tensor, levels: Tensor) -> Tensor:
+        """Write (n,) values, n a multiple of 256; return () a bound of their magnitudes."""
+
+    @abstractmethod
+    def decode(self, codes: Tensor, levels: Tensor, out: Tensor, divisor: int) -> Tensor:
+        """Read (n,) values into `out`, divided."""
+
+    def subtract(self, values: Tensor, codes: Tensor, levels: Tensor, scratch: Tensor) -> Tensor:
+        """Leave in `values` what rounding took from them."""
+        return values.sub_(self.decode(codes, levels, scratch[: len(values)], 1))
+
+
+class _Signs(_Codec):
     """One bit for each value, on a CPU: two passes of numpy for what takes torch ten."""
 
     per_byte, levels = 8, 1
@@ -45,7 +66,7 @@ class _Signs:
         magnitudes = torch.abs(groups, out=self._scratch[:count].view(-1, GROUP))
         level = magnitudes.sum(1).div_(GROUP)
         levels.copy_(level)
-        negative = np.less(values.numpy(), 0, out=self._negative[:count])
+        negative = np.signbit(values.numpy(), out=self._negative[:count])
         codes.copy_(torch.from_numpy(np.packbits(negative, bitorder="little")))
         return level.max()
 
@@ -54,8 +75,14 @@ class _Signs:
         out.view(-1, GROUP).mul_(levels.to(out.dtype).div_(divisor)[:, None])
         return out
 
+    def subtract(self, values: Tensor, codes: Tensor, levels: Tensor, scratch: Tensor) -> Tensor:
+        """Leave in `values` what rounding took from them: their signs need not be read back."""
+        groups, rounded = values.view(-1, GROUP), scratch[: len(values)]
+        torch.copysign(levels.to(values.dtype)[:, None], groups, out=rounded.view(-1, GROUP))
+        return values.sub_(rounded)
 
-class _Levels:
+
+class _Levels(_Codec):
     """A few bits for each value, as `packing` rounds them."""
 
     def __init__(self, bits: int) -> None:
@@ -73,13 +100,11 @@ class _Levels:
         return out.copy_(decode_values(packed, len(out), self._bits, out.dtype)).div_(divisor)
 
 
-class _Cast:
+class _Cast(_Codec):
     """Values in a dtype: exactly in their own."""
 
-    per_byte, levels = 1, 0
-
     def __init__(self, wire: torch.dtype) -> None:
-        self.wire, self._limit = wire, torch.finfo(wire).max
+        self._limit = torch.finfo(wire).max
 
     def encode(self, values: Tensor, codes: Tensor, levels: Tensor) -> Tensor:
         largest = values.abs().max()
@@ -97,7 +122,9 @@ class Messages:
     levels.
     """
 
-    def __init__(self, rows: int, parts: Sequence[tuple[str, int, torch.dtype]], device: Any) -> None:
+    def __init__(
+        self, rows: int, parts: Sequence[tuple[str, int, torch.dtype]], device: Any
+    ) -> None:
         sizes = [-(-count * dtype.itemsize // 8) * 8 for _, count, dtype in parts]
         self.raw = torch.zeros(rows, sum(sizes), dtype=torch.uint8, device=device)
         begin = 0
@@ -148,8 +175,8 @@ class FewBitMean:
 
             self.kernels = triton_mean
         fast = bits == 1 and device.type == "cpu"
-        codec = _Signs(dtype) if fast else _Levels(bits) if bits else _Cast(wire)
-        self._codec: Any = codec
+        codec: _Codec = _Signs(dtype) if fast else _Levels(bits) if bits else _Cast(wire)
+        self._codec: _Codec = codec
         block = min(_BLOCK, self.slice) if device.type == "cpu" else self.slice
         self._block = max(1, block)
         self.error: Tensor | None = None
@@ -176,22 +203,19 @@ class FewBitMean:
     def _decoded(self) -> Tensor:
         return torch.empty(self._block, **self._where)
 
-    def blocks(self) -> Iterator[tuple[int, slice]]:
-        """Yield (owner, part of its slice) for all blocks of a vector, in order."""
+    def blocks(self) -> Iterator[tuple[int, slice, slice]]:
+        """Yield (owner, part of its slice, part of the vector) for all blocks, in order."""
         for owner in range(self.size):
+            first = owner * self.slice
             for begin in range(0, self.slice, self._block):
-                yield owner, slice(begin, min(begin + self._block, self.slice))
-
-    def place(self, owner: int, part: slice) -> slice:
-        """Return where a block of an owner's slice lies in the vector."""
-        return slice(owner * self.slice + part.start, owner * self.slice + part.stop)
+                end = min(begin + self._block, self.slice)
+                yield owner, slice(begin, end), slice(first + begin, first + end)
 
     def _decode(
         self, messages: Messages, row: int, part: slice, out: Tensor, divisor: int = 1
     ) -> Tensor:
         codes, levels = self._of(messages, row, part)
-        decoded: Tensor = self._codec.decode(codes, levels, out[: part.stop - part.start], divisor)
-        return decoded
+        return self._codec.decode(codes, levels, out[: part.stop - part.start], divisor)
 
     def _of(self, messages: Messages, row: int, part: slice) -> tuple[Tensor, Tensor]:
         each, codec = GROUP, self._codec
@@ -208,7 +232,12 @@ class FewBitMean:
         return values
 
     def send(
-        self, own: Tensor, shared: Tensor, owed: Tensor | None, exact: Tensor, position: Sequence[int]
+        self,
+        own: Tensor,
+        shared: Tensor,
+        owed: Tensor | None,
+        exact: Tensor,
+        position: tuple[int, int] = (0, 0),
     ) -> Messages:
         """Write messages to all owners of `shared` - `own` + `owed`.
 
@@ -224,24 +253,20 @@ class FewBitMean:
         else:
             found = [
                 self._codec.encode(
-                    self._difference(own, shared, owed, self.place(owner, part)),
-                    *self._of(self.sent, owner, part),
+                    self._difference(own, shared, owed, at), *self._of(self.sent, owner, part)
                 )
-                for owner, part in self.blocks()
+                for owner, part, at in self.blocks()
             ]
             largest = torch.stack(found).max() if found else exact.new_zeros(())
         small = exact[: len(shared) - self.length]  # parameters; buffers may well be infinite
         finite = (largest <= LARGEST) & (small.abs() <= LARGEST).all()
         self.sent.header[:, 0], self.sent.header[:, 1] = position
         self.sent.header[:, 2], self.sent.header[:, 3] = finite, self.dim
-        self._write_exact(exact)
-        return self.sent
-
-    def _write_exact(self, exact: Tensor) -> None:
         each = self.sent.exact.shape[1]
         for owner in range(self.size if each else 0):
             piece = exact[owner * each : (owner + 1) * each]
             self.sent.exact[owner, : len(piece)] = piece
+        return self.sent
 
     def own(self, ok: Tensor | None = None) -> Messages:
         """Return the message to all about this worker's slice, made of those `received`.
@@ -249,9 +274,12 @@ class FewBitMean:
         With kernels, nothing is kept of a sum unless the int32 `ok` is 1.
         """
         rows = self.received.exact
+        total = rows[0].clone()
+        for row in rows[1:]:  # one by one: `sum(0)` may group them differently elsewhere
+            total += row
         # Those equal everywhere, such as masks, keep their bits: their mean need not have them.
-        mean = sum_in_order(rows) / self.size
-        self.sum.exact[0] = torch.where((rows == rows[0]).all(0), rows[0], mean)
+        same = (rows == rows[0]).all(0)
+        self.sum.exact[0] = torch.where(same, rows[0], total / self.size)
         if self.kernels:
             self.kernels.own(self, ok)
             return self.sum
@@ -266,7 +294,7 @@ class FewBitMean:
             self._clear_padding(total, part)
             self._codec.encode(total, *self._of(self.sum, 0, part))
             if self.error is not None:
-                total.sub_(self._decode(self.sum, 0, part, self._decoded))
+                self._codec.subtract(total, *self._of(self.sum, 0, part), self._decoded)
                 self._clear_padding(total, part)
         return self.sum
 
@@ -280,20 +308,16 @@ class FewBitMean:
         return self._decode(self.gathered, owner, part, self._decoded, self.size)
 
     def unsent(
-        self, own: Tensor, shared: Tensor, owed: Tensor | None, owner: int, part: slice
+        self, own: Tensor, shared: Tensor, owed: Tensor | None, owner: int, part: slice, at: slice
     ) -> Tensor:
         """Return what rounding has taken of a block that was sent, until the next call."""
-        values = self._difference(own, shared, owed, self.place(owner, part))
+        values = self._difference(own, shared, owed, at)
         if self.error is None:
             return values.zero_()  # it was sent exactly
-        values.sub_(self._decode(self.sent, owner, part, self._decoded))
-        if self.place(owner, part).stop > self.dim:
-            values[max(0, self.dim - self.place(owner, part).start) :] = 0
+        self._codec.subtract(values, *self._of(self.sent, owner, part), self._decoded)
+        if at.stop > self.dim:
+            values[max(0, self.dim - at.start) :] = 0
         return values
-
-    def exact_mean(self) -> Tensor:
-        """Return the (E,) exact mean, from what was `gathered`."""
-        return self.gathered.exact.reshape(-1)[: self.exact]
 
     def spread_error(self) -> Tensor | None:
         """Return (length,) the owner's error, zero outside of its slice; None without rounding."""
@@ -302,11 +326,3 @@ class FewBitMean:
         whole = self.error.new_zeros(self.length)
         whole[self.rank * self.slice : (self.rank + 1) * self.slice] = self.error
         return whole
-
-
-def sum_in_order(rows: Tensor) -> Tensor:
-    """Add rows one by one: `sum(0)` may group them differently for other lengths or devices."""
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
-    return total

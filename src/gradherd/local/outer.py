@@ -22,7 +22,7 @@ class OuterOptimizer:
         self.settings, self.shared = settings, shared
         self.momentum = torch.zeros_like(shared) if settings.outer_momentum else None
 
-    def step(self, mean: Tensor, at: slice = slice(None)) -> None:  # noqa: B008
+    def step(self, mean: Tensor, at: slice = slice(None)) -> None:
         """Move a part of the shared weights against the mean of (weights before - weights after).
 
         `mean` is overwritten.

@@ -18,7 +18,7 @@ class LocalSteps:
     fewer bytes than an all-reduce of every step in float32.
 
     >>> LocalSteps()
-    LocalSteps(every=4, values='int1', outer_lr=1.0, outer_momentum=0.29..., keep_residual=True, ...)
+    LocalSteps(every=4, values='int1', outer_lr=1.0, outer_momentum=0.29..., ...)
 
     Multiply AdamW's learning rate for dense training by `lr_factor(workers)`.
     """

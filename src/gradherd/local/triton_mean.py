@@ -100,7 +100,7 @@ def _apply(
     own, shared, owed, momentum, codes, levels, gathered, arrived, squares, ok,
     dim, length, code_row, level_row, workers, lr, mu,
     OWES: tl.constexpr, KEEPS: tl.constexpr, MOVES: tl.constexpr, DELTA: tl.constexpr,
-    G: tl.constexpr,
+    LAST: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     owner = tl.program_id(1).to(tl.int64)
     group = tl.program_id(0).to(tl.int64) * G + tl.arange(0, G)
@@ -117,10 +117,12 @@ def _apply(
     if MOVES:
         old_speed = tl.load(momentum + at, mask=real, other=0)
         speed = old_speed * mu + mean
-        tl.store(momentum + at, tl.where(good, speed, old_speed), mask=real)
+        if LAST:
+            tl.store(momentum + at, tl.where(good, speed, old_speed), mask=real)
         mean = mean + speed * mu
     new = old - mean * lr
-    tl.store(shared + at, tl.where(good, new, old), mask=real)
+    if LAST:
+        tl.store(shared + at, tl.where(good, new, old), mask=real)
     start = new - unsent if KEEPS else new
     if not KEEPS:
         # What was owed before, if nothing was sent: the difference is in the own weights still.
@@ -173,13 +175,14 @@ def own(few: Any, ok: Tensor | None) -> None:
 
 
 def apply(
-    few: Any, outer: OuterOptimizer, own: Tensor, owed: Tensor | None, ok: Tensor, *,
-    owes: bool, keeps: bool, delta: bool,
+    few: Any, gathered: Any, outer: OuterOptimizer, own: Tensor, owed: Tensor | None, ok: Tensor,
+    *, owes: bool, keeps: bool, delta: bool, last: bool,
 ) -> Tensor:  # fmt: skip
     """Move the shared weights, and write to `own` where this worker goes on from.
 
     Args:
-        few: The mean that was gathered.
+        few: The worker's mean.
+        gathered: The messages about it from all owners.
         outer: Shared weights and their optimizer.
         own: Weights that were sent; become the new ones, or what to add to them if `delta`.
         owed: What was owed before, if it `owes`; receives what is unsent unless `keeps`.
@@ -187,6 +190,7 @@ def apply(
         owes: See `owed`.
         keeps: Whether what is unsent stays in the own weights.
         delta: See `own`.
+        last: Whether no other worker needs the shared weights of before: only then they move.
 
     Returns:
         () sum of squares of what is unsent.
@@ -197,9 +201,10 @@ def apply(
         momentum = outer.shared if outer.momentum is None else outer.momentum
         launch(
             _apply, grid, own, outer.shared, own if owed is None else owed, momentum,
-            few.sent.codes, few.sent.levels, few.gathered.codes, few.gathered.levels, squares, ok,
+            few.sent.codes, few.sent.levels, gathered.codes, gathered.levels, squares, ok,
             few.dim, few.slice, *_rows(few.sent), few.size,
             settings.outer_lr, settings.outer_momentum,
-            OWES=owes, KEEPS=keeps, MOVES=outer.momentum is not None, DELTA=delta, **_OPTIONS,
+            OWES=owes, KEEPS=keeps, MOVES=outer.momentum is not None, DELTA=delta, LAST=last,
+            **_OPTIONS,
         )  # fmt: skip
     return squares.sum()

@@ -116,6 +116,8 @@ def sequential(given: Unsigned) -> Tensor:
     vectors, running, rule, draws, carry = given
     streams, count, columns = vectors.shape
     use_numpy = vectors.device.type == "cpu" and columns <= _NUMPY_COLUMNS
+    # Short vectors take less time than to ask a rule: the common one is spelled out.
+    greedy = type(rule) is Greedy
     signs = np.zeros((streams, count), dtype=np.int8)
     for w in range(streams):
         # numpy and torch spell these operations alike. The arrays share the tensors' memory, so
@@ -123,21 +125,26 @@ def sequential(given: Unsigned) -> Tensor:
         z: Tensor | FloatArray = vectors[w].numpy() if use_numpy else vectors[w]
         total: Tensor | FloatArray = running[w].numpy() if use_numpy else running[w]
         own: Carry = carry[:, w]
+        taken = [0] * count
         with np.errstate(invalid="ignore", over="ignore"):  # non-finite vectors are left out
             for p, vector in enumerate(z):
                 inner = float(total @ vector)
                 # Norms cost another read of the vector: only if the rule uses them. Without them,
                 # a vector that is not finite still shows in `inner`.
-                square = float(vector @ vector) if rule.randomized else 0.0
+                square = 0.0 if greedy or not rule.randomized else float(vector @ vector)
                 if not math.isfinite(inner + square):
                     continue
-                plus, own = rule.decide(inner, square, draws[w, p], own)
-                signs[w, p] = 1 if plus else -1
+                if greedy:
+                    plus = inner <= 0
+                else:
+                    plus, own = rule.decide(inner, square, draws[w, p], own)
                 if plus:
+                    taken[p] = 1
                     total += vector
                 else:
+                    taken[p] = -1
                     total -= vector
-        carry[:, w] = own
+        signs[w], carry[:, w] = taken, own
     return torch.from_numpy(signs)
 
 

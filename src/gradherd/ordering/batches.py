@@ -276,6 +276,11 @@ class Batches:
             fresh = BatchTicket(one, one.logged - 1) if one.logged > first else fresh
         self._newest_batch = fresh or self._newest_batch
 
+    def span(self, ticket: BatchTicket) -> tuple[int, int]:
+        """Return the position of a batch in its epoch, and the number of its examples."""
+        first = ticket.epoch_pass.begin + ticket.number * self._batch_size
+        return first, min(self._batch_size, ticket.epoch_pass.length - first)
+
     def claim(self, ticket: BatchTicket | None) -> BatchClaim | None:
         """Return the units of a batch; None if it was claimed before, or is not of this order.
 
@@ -285,15 +290,14 @@ class Batches:
         ticket = ticket or self.current()
         if ticket is None:
             raise RuntimeError(self._before_any_example())
-        current, number = ticket
+        (current, number), (first, examples) = ticket, self.span(ticket)
         if current.version != self._version or number in current.claimed:
             return None
-        first = current.begin + number * self._batch_size
         if first < self._start:
             return None  # A loader that was to skip what was trained on before has not done so.
         current.claimed.add(number)
         self.last_pass = current
-        return self._claim(first, min(self._batch_size, current.length - first))
+        return self._claim(first, examples)
 
     def claim_examples(self, indices: Sequence[int], order: Callable[[], list[int]]) -> BatchClaim:
         """Return the units of a batch that is given by its examples, whole and consecutive.
@@ -321,13 +325,20 @@ class Batches:
         )
 
     def claim_next(self) -> BatchClaim | None:
-        """Return the units that come next, whichever they are; None after the last ones."""
+        """Return the units that come next, whichever they are; None if there are no more.
+
+        No more batches of a pass than its loop has received: a batch may have several forwards.
+        """
         newest = self.newest
         if newest is None:
             raise RuntimeError(self._before_any_example())
         restarts = self.last_pass is None or not self.last_pass.alive
         if newest is not self.last_pass and newest.version == self._version and restarts:
             self.last_pass, self.position = newest, newest.begin
+        current = self.last_pass or newest
+        if len(current.claimed) >= current.received(self._batch_size):
+            return None
+        current.claimed.add(len(current.claimed))
         count = min(self._batch_size, self._length - self.position)
         return self._claim(self.position, count) if count > 0 else None
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gradherd.ordering.implicit import ImplicitRows
 from gradherd.ordering.policy import Rows, ShardedRows, masked
 
 # What is kept of an epoch: so many prefix sums of so many columns, at most 16 MB in float64.
@@ -63,7 +64,7 @@ class HerdingWatch:
         self.last: Tensor | None = None
         """() bound of the last epoch that was watched from its first step."""
 
-    def add(self, step: int, rows: Rows, seen: Tensor) -> None:
+    def add(self, step: int, rows: Rows | ImplicitRows, seen: Tensor) -> None:
         """Add the (b, M, D) rows from `step` on; (b, M) `seen` is on the host."""
         if step == 0:
             self._begun, self._count = True, 0
@@ -76,8 +77,14 @@ class HerdingWatch:
         kept = slice(self._stride - 1 - step % self._stride, None, self._stride)
         if isinstance(rows, ShardedRows):
             rows = rows.columns  # the bound over this rank's columns
-        if (size := rows.shape[-1]) > _COLUMNS:  # an even selection
-            rows = rows[..., torch.arange(_COLUMNS, device=rows.device) * size // _COLUMNS]
+        # An even selection.
+        some = torch.arange(min(size := rows.shape[-1], _COLUMNS), device=rows.device)
+        if size > _COLUMNS:
+            some = some * size // _COLUMNS
+        if not isinstance(rows, Tensor):
+            rows = rows.columns(some).unsqueeze(1)
+        elif size > _COLUMNS:
+            rows = rows[..., some]
         values = masked(rows.detach().double(), seen)
         by_step, counts = values.sum(1), seen.sum(1)  # (b, c), (b,)
         sums = by_step.cumsum(0) if self._total is None else by_step.cumsum(0) + self._total

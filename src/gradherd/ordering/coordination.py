@@ -27,6 +27,7 @@ from gradherd.comm.collectives import all_gather
 from gradherd.comm.script import AllGather, Runner, ScatterColumns, Script
 from gradherd.comm.world import World
 from gradherd.ordering.batches import BatchClaim
+from gradherd.ordering.implicit import ImplicitRows, are_finite
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import ShardedRows
 from gradherd.ordering.sampler import OrderedSampler
@@ -166,12 +167,20 @@ class RowGatherer:
         """Whether rows wait to be sent; the same on all ranks."""
         return bool(self._waiting)
 
-    def add(self, rows: Tensor, claim: BatchClaim | None = None) -> None:
+    def add(self, rows: Tensor | ImplicitRows, claim: BatchClaim | None = None) -> None:
         """Add the rows of a batch, and send what has accumulated once it is enough.
 
         They are (b, k) of this worker, or (R, b, k) of all workers of this process, and may be
-        overwritten. Without a claim they are of the next units.
+        overwritten. Without a claim they are of the next units. Those of a single worker that are
+        not formed are learned at once: what they are made of is that of a whole step.
         """
+        if not isinstance(rows, Tensor):
+            self.flush()
+            if claim is None or claim.epoch == self._learner.epoch:
+                seen = torch.tensor(are_finite(rows)).expand(len(rows), 1)
+                self._learner.observe(rows, seen, first=None if claim is None else claim.step)
+                self._learner.note_finite(seen[:, 0])
+            return
         last = self._waiting[-1][0] if self._waiting else None
         if claim is not None and last is not None:
             if (claim.epoch, claim.step) != (last.epoch, last.step + last.units):
@@ -235,9 +244,9 @@ class EpochGatherer(RowGatherer):
         super().__init__(learner, runner, every=batches, scatters=scatters)
         self._length = length
 
-    def add(self, rows: Tensor, claim: BatchClaim | None = None) -> None:
+    def add(self, rows: Tensor | ImplicitRows, claim: BatchClaim | None = None) -> None:
         """Add the (b, k) rows of a batch; the last one of an epoch has them gathered."""
-        self._waiting.append((claim, rows))
+        self._waiting.append((claim, rows if isinstance(rows, Tensor) else rows.dense()))
         # Batches are counted, not units: ranks feed back equally many batches, but one that has
         # met the short batch of the epoch twice, or not at all, has other units.
         if len(self._waiting) >= self._every:

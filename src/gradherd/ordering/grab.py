@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.script import Script
-from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState, masked
+from gradherd.ordering.implicit import Combined, ImplicitRows
+from gradherd.ordering.policy import (
+    Rows,
+    ShardedRows,
+    SignPolicy,
+    SignState,
+    all_seen,
+    masked,
+)
 from gradherd.ordering.random import SeededRandom
 
 
@@ -47,6 +55,7 @@ class GraB(SignPolicy):
     """
 
     state: ClassVar[type[SignState]] = MeanState
+    takes_implicit: ClassVar[bool] = True
 
     def new_state(self, sizes: tuple[int, ...], epoch: int, previous: Any) -> Any:
         """Take over the mean of the rows that the previous epoch observed."""
@@ -64,9 +73,12 @@ class GraB(SignPolicy):
         return state
 
     def observe(
-        self, state: MeanState, rows: Rows, seen: Tensor, random: SeededRandom
+        self, state: MeanState, rows: Rows | ImplicitRows, seen: Tensor, random: SeededRandom
     ) -> Script[None]:
         """Give a side to each of the (b, M, D) rows; arguments as in `Policy.observe`."""
+        if not isinstance(rows, Tensor | ShardedRows):
+            self._observe_implicit(state, rows, random)
+            return
         own = rows if isinstance(rows, Tensor) else rows.columns
         if state.total is None:
             state.total = own.new_zeros(own.shape[1:])
@@ -83,3 +95,16 @@ class GraB(SignPolicy):
             # A row that is not finite has no sign.
             state.total = state.total + masked(own, sides != 0).sum(0)
         state.steps += len(own)
+
+    def _observe_implicit(self, state: MeanState, rows: ImplicitRows, random: SeededRandom) -> None:
+        """Do the same with rows of one worker that are not formed, all of them seen."""
+        like, size = rows.gram, rows.shape[-1]
+        mean = like.new_zeros(0, size) if state.mean is None else state.mean
+        each = torch.eye(len(rows), dtype=like.dtype, device=like.device)
+        weights = torch.cat([-like.new_ones(len(rows), len(mean)), each], 1)
+        vectors = Combined(weights, mean, rows)
+        signs = self._sign_implicit(state, vectors, state.steps, random)
+        sides = state.place(state.steps, signs, all_seen(1, 1))
+        total = rows.combine((sides != 0).T.to(like))
+        state.total = total if state.total is None else state.total + total
+        state.steps += len(rows)

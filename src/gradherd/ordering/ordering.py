@@ -20,6 +20,7 @@ from gradherd.comm.checks import check_state
 from gradherd.comm.script import Script, check_script, run
 from gradherd.comm.world import World
 from gradherd.ordering.bounds import HerdingWatch
+from gradherd.ordering.implicit import ImplicitRows
 from gradherd.ordering.policy import EpochState, Policy, Rows, ShardedRows, Start, all_seen
 from gradherd.ordering.random import SeededRandom
 from gradherd.ordering.sharding import (
@@ -141,8 +142,9 @@ class Ordering:
         return self._version
 
     def observe(
-        self, rows: Rows | None, seen: Tensor | None = None, *, first: int | None = None
-    ) -> None:
+        self, rows: Rows | ImplicitRows | None, seen: Tensor | None = None, *,
+        first: int | None = None,
+    ) -> None:  # fmt: skip
         """Learn from the next b time steps.
 
         Args:
@@ -169,7 +171,9 @@ class Ordering:
         else:
             self.observe(rows, seen, first=first)
 
-    def _learn(self, rows: Rows | None, seen: Tensor | None, first: int | None) -> Script[None]:
+    def _learn(
+        self, rows: Rows | ImplicitRows | None, seen: Tensor | None, first: int | None
+    ) -> Script[None]:
         seen = self._checked(rows, seen)
         if first is not None and first != self.steps:
             # An epoch that starts over visits the same order again, so what was learned from its
@@ -191,6 +195,8 @@ class Ordering:
             rows = torch.empty((*seen.shape, 0))
         elif isinstance(rows, Tensor):
             rows = self._aligned(rows)
+        elif not isinstance(rows, ShardedRows):
+            rows = self._state.align(rows)
         else:
             rows = replace(rows, blocks=tuple(map(self._aligned, rows.blocks)))
         # A worker that has run out of units repeats one: its row is real, but counts only once.
@@ -201,7 +207,11 @@ class Ordering:
         if self.watch is not None:
             self.watch.add(self.steps, rows, seen)
         state, first = self._state, self.steps
-        script = self.policy.observe(state, rows, seen, self.random)
+        if not (isinstance(rows, Tensor | ShardedRows) or seen.all()):
+            self.skip_to(first + len(seen))  # a batch that is not finite
+            return
+        given: Any = rows
+        script = self.policy.observe(state, given, seen, self.random)
         check_script(script, self.policy, "observe")
         yield from script
         if state.steps != first + len(seen):
@@ -214,9 +224,10 @@ class Ordering:
         # Half precision would lose the small differences that signs depend on. Detached, since a
         # running sum with a graph would keep every backward alive.
         exact = rows.dtype in (torch.float32, torch.float64)
-        return self._state.align(rows.detach() if exact else rows.detach().float())
+        aligned: Tensor = self._state.align(rows.detach() if exact else rows.detach().float())
+        return aligned
 
-    def _checked(self, rows: Rows | None, seen: Tensor | None) -> Tensor:
+    def _checked(self, rows: Rows | ImplicitRows | None, seen: Tensor | None) -> Tensor:
         """Return (b, M) which rows are real, or raise if rows and `seen` do not fit."""
         workers, state = len(self.sizes), self._state
         if rows is None:

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from gradherd.comm.script import Script
 from gradherd.ordering.balance import stacked
-from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState
+from gradherd.ordering.implicit import Combined, ImplicitRows
+from gradherd.ordering.policy import Rows, ShardedRows, SignPolicy, SignState, all_seen
 from gradherd.ordering.random import SeededRandom
 
 
@@ -165,9 +166,15 @@ class PairGraB(SignPolicy):
 
     state: ClassVar[type[SignState]] = PairState
     steps_per_vector: ClassVar[int] = 2
+    takes_implicit: ClassVar[bool] = True
 
-    def observe(self, state: Any, rows: Rows, seen: Tensor, random: SeededRandom) -> Script[None]:
+    def observe(
+        self, state: Any, rows: Rows | ImplicitRows, seen: Tensor, random: SeededRandom
+    ) -> Script[None]:
         """Sign the pairs that the rows complete; arguments as in `Policy.observe`."""
+        if not isinstance(rows, Tensor | ShardedRows):
+            self._observe_implicit(state, rows, seen, random)
+            return
         blocks = (rows,) if isinstance(rows, Tensor) else rows.blocks
         release = rows.release if isinstance(rows, ShardedRows) else None
         if isinstance(rows, ShardedRows):
@@ -187,6 +194,32 @@ class PairGraB(SignPolicy):
             state.late.append((2 * first, sides.flatten(0, 1)))
         else:
             state.place(2 * first, sides, both.unsqueeze(1))
+
+    def _observe_implicit(
+        self, state: PairState, rows: ImplicitRows, seen: Tensor, random: SeededRandom
+    ) -> None:
+        """Do the same with rows that are not formed, all of them seen."""
+        _place_odd_units(state, seen)
+        pending, odd, like = state.pending, state.steps % 2, rows.gram
+        formed = like.new_zeros(0, rows.shape[-1])
+        if odd and pending is not None:
+            assert state.pending_seen is not None
+            formed = pending[state.pending_seen.to(pending.device)]
+        lone = odd - len(formed)  # a row whose partner was skipped
+        first = (state.steps + lone) // 2
+        state.steps += len(rows)
+        state.pending = state.pending_seen = None
+        units = torch.eye(len(formed) + len(rows), dtype=like.dtype, device=like.device)[lone:]
+        if len(units) % 2:
+            # What rows are made of does not outlive the step.
+            state.pending = rows.combine(units[-1:, -len(rows) :])
+            state.pending_seen = seen[-1].clone()
+        pairs = units[: len(units) // 2 * 2]
+        if len(pairs):
+            vectors = Combined(pairs[0::2] - pairs[1::2], formed, rows)
+            signs = self._sign_implicit(state, vectors, first, random)
+            sides = signs.unsqueeze(1) * _both_sides(signs.device)
+            state.place(2 * first, sides, all_seen(1, 1))
 
     def _make_room(self, state: PairState, rows: ShardedRows) -> None:
         """Let the state have room for rows, with the running sum right above it."""

@@ -27,6 +27,7 @@ from gradherd.ordering.balance import (
     reorder,
     sign_on_device,
 )
+from gradherd.ordering.implicit import Combined
 from gradherd.ordering.random import SeededRandom
 from gradherd.ordering.sign_rules import Floats, Greedy, SignRule
 
@@ -107,7 +108,7 @@ class EpochState:
     def adopt(self, other: Self) -> None:
         """Take over what outlives the epoch, from a state that may be of other workers."""
 
-    def align(self, rows: Tensor) -> Tensor:
+    def align(self, rows: Any) -> Any:
         """Move the state to the device of `rows`; return `rows` in the dtype of the state.
 
         A loaded state may be on another device, and an epoch keeps the precision it began with.
@@ -215,6 +216,8 @@ class Policy(ABC):
 
     needs_rows: ClassVar[bool] = True
     """Whether the policy uses gradients."""
+    takes_implicit: ClassVar[bool] = False
+    """Whether `observe` also takes `ImplicitRows`, of a single worker."""
     leaves_out_broken_rows: ClassVar[bool] = False
     """Whether the policy itself leaves out rows that are not finite, also on a GPU."""
 
@@ -280,6 +283,11 @@ class SignPolicy(Policy):
     steps_per_vector: ClassVar[int] = 1
     """Time steps behind each vector that is signed."""
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "observe" in vars(cls) and "takes_implicit" not in vars(cls):
+            cls.takes_implicit = False  # what it inherits does not speak for its own
+
     def __post_init__(self) -> None:
         rule: Any = self.rule
         if not isinstance(rule, SignRule):
@@ -333,17 +341,30 @@ class SignPolicy(Policy):
         # Zero vectors leave the running sums alone; `seen` keeps their signs from being used.
         centred = vectors if mean is None else vectors - mean
         vectors = masked(centred, seen.reshape(in_streams)).transpose(0, 1)
-        draws: Floats = np.broadcast_to(np.float64(0), (count, workers))
-        if self.rule.randomized:
-            # Always the whole epoch: which draw a vector gets must not depend on how many vectors
-            # come in one call, nor on vectors that were missed.
-            total = state.length // self.steps_per_vector
-            draws = random.draws(total, workers, state.epoch)[first : first + count]
-        draws = draws.reshape(in_streams).T
+        draws = self._draws(state, first, count, random).reshape(in_streams).T
         unsigned = Unsigned(vectors, state.running, self.rule, draws, state.carry.numpy())
         step = workers if self.shared else 1
         signs = yield from balance(unsigned, step=step if sharded else None)
         return signs.T.reshape(count, workers), False
+
+    def _draws(self, state: SignState, first: int, count: int, random: SeededRandom) -> Floats:
+        """Return numbers (count, M) for the vectors from `first` on; zeros if none are needed."""
+        workers = len(state.sizes)
+        if not self.rule.randomized:
+            return np.broadcast_to(np.float64(0), (count, workers))
+        # Always the whole epoch: which draw a vector gets must not depend on how many vectors come
+        # in one call, nor on vectors that were missed.
+        total = state.length // self.steps_per_vector
+        return random.draws(total, workers, state.epoch)[first : first + count]
+
+    def _sign_implicit(
+        self, state: SignState, vectors: Combined, first: int, random: SeededRandom
+    ) -> Tensor:
+        """Do as `_sign` does with vectors of rows that are not formed; return (P, 1) signs."""
+        if state.running is None:
+            state.running = vectors.formed.new_zeros((1, vectors.rows.shape[-1]))
+        draws = self._draws(state, first, len(vectors.weights), random).T
+        return vectors.sign(state.running, self.rule, draws, state.carry.numpy()).unsqueeze(1)
 
     def reorder(
         self, orders: list[Tensor], state: SignState, epoch: int, random: SeededRandom

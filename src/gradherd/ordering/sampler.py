@@ -24,6 +24,7 @@ from gradherd.ordering.batches import (
     EpochPass,
     LoopCount,
 )
+from gradherd.ordering.implicit import ImplicitRows
 from gradherd.ordering.ordering import Ordering
 from gradherd.ordering.policy import Policy, Rows
 from gradherd.ordering.registry import find_policy
@@ -318,6 +319,14 @@ class OrderedSampler(DistributedSampler[Any]):
             return None
         return self._batches.current()
 
+    def is_current(self, ticket: BatchTicket) -> bool:
+        """Return whether a batch is of the current order."""
+        return ticket.epoch_pass.version == self.ordering.version
+
+    def examples_of(self, ticket: BatchTicket) -> int:
+        """Return the number of examples of a batch."""
+        return self._batches.span(ticket)[1]
+
     def claim(
         self, ticket: BatchTicket | None = None, indices: Sequence[int] | None = None
     ) -> BatchClaim | None:
@@ -343,8 +352,9 @@ class OrderedSampler(DistributedSampler[Any]):
         return self._batches.claim(ticket)
 
     def observe(
-        self, rows: Rows | None, seen: Tensor | None = None, *, first: int | None = None
-    ) -> None:
+        self, rows: Rows | ImplicitRows | None, seen: Tensor | None = None, *,
+        first: int | None = None,
+    ) -> None:  # fmt: skip
         """Learn from the next units; arguments as in `Ordering.observe`.
 
         After the last unit the next order is adopted: forgetting `set_epoch` does not freeze it.

@@ -10,8 +10,10 @@ Shapes: B examples, N columns of a map, k elements of a row, D elements of all p
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import reduce
 from itertools import accumulate
+from operator import add
 from typing import Any
 
 import torch
@@ -19,9 +21,11 @@ from torch import Tensor, nn
 
 from gradherd.flat import FlatSpec
 from gradherd.rows.batch_dims import BatchDims
+from gradherd.rows.factored_rows import FactoredRows
 from gradherd.rows.layer_choice import CHOSEN_AFTER, CHOSEN_AGAIN, LayerChoice
 from gradherd.rows.layer_plan import LayerPlan, arrived_rows, compiled_modules, unwrap_model
 from gradherd.rows.module_hooks import UncopiedHook
+from gradherd.rows.outer_rows import OuterRows
 from gradherd.rows.row_check import CHECK_FAILED, Registrar, RowCheck
 from gradherd.rows.settings import (
     DEFAULT_RANK,
@@ -70,6 +74,7 @@ class Capture:
         *,
         batch_size: int | None = None,
         sharded: Registrar | None = None,
+        keeps_factors: bool = False,
     ) -> None:
         """Tap the layers.
 
@@ -81,23 +86,30 @@ class Capture:
             sharded: For a model whose modules hold shards of their parameters between passes
                 (FSDP): hooks the gradients of whole parameters. Rows leave out modules without a
                 layer.
+            keeps_factors: Whether exact rows of weights are not formed, where what they are made
+                of is smaller: `pop` returns `FactoredRows`.
         """
         outer, model = model, unwrap_model(model)
         self.spec = FlatSpec.of(model)
         self._model, self._reduction = model, settings.reduction
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._frozen = {n: p for n, p in model.named_parameters() if not p.requires_grad}
         # Fixes dtype and device of the rows, also for a batch without any gradient.
         self._like = torch.empty(0)
         if self._parameters:
             first = self._parameters[0]  # not new_empty: a shard's would be a DTensor
             self._like = at_least_float32(torch.empty(0, dtype=first.dtype, device=first.device))
         maps = _map_settings(settings, model, self.spec.size, self._like)
+        self._keeps_factors = keeps_factors and maps.is_exact
+        maps = replace(maps, keeps_factors=self._keeps_factors)
         self._size = maps.size
         if not maps.is_exact:
             self._sketch = CountSketch(maps.size, maps.seed)
         self._pool = SinkPool(
-            self._like, batch_size, is_exact=maps.is_exact, is_sharded=sharded is not None
+            self._like,
+            batch_size,
+            is_exact=maps.is_exact,
+            keeps_factors=self._keeps_factors,
+            is_sharded=sharded is not None,
         )
         self._pool.given_dim = settings.batch_dim
         self._dims = BatchDims(model, self._pool, batch_size=batch_size)
@@ -181,6 +193,8 @@ class Capture:
         dim, pool = self._dims.model_dim, self._pool
         first = _first_tensor(given, dim)
         pool.batch = None if first is None else first.shape[dim]
+        if torch.is_grad_enabled():
+            pool.last_batch = pool.batch
 
     def _look_at_given(self, count: int, names: tuple[str, ...], *given: Any) -> None:
         self._look_at(given[:count], dict(zip(names, given[count:], strict=True)))
@@ -193,6 +207,14 @@ class Capture:
     def waiting(self) -> bool:
         """Whether a backward has reached a parameter since the last pop."""
         return bool(self._pool.arrived) or self._check.reached
+
+    def next_part(self) -> None:
+        """Put rows to come behind those that wait: the next forward has more of this batch."""
+        self._pool.next_part()
+
+    def is_complete(self, examples: int) -> bool:
+        """Return whether all B = `examples` of a batch have rows that wait."""
+        return max(self._pool.seen, default=0) >= examples
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -243,7 +265,14 @@ class Capture:
         self._choice.choose(mask[count:])
 
     def _refuse_mismatch(self, examples: int) -> None:
-        sizes = set(self._pool.sizes)
+        sizes = self._pool.seen
+        try:
+            for rows in self._pool.arrived.values():
+                if isinstance(rows, OuterRows):
+                    rows.check()
+        except RuntimeError:
+            self.clear()
+            raise
         if self._pool.differentiated:
             self.clear()
             raise RuntimeError(
@@ -259,18 +288,26 @@ class Capture:
             self.clear()
             raise RuntimeError(
                 f"the model was given {min(sizes - {examples})} examples, but the batch has "
-                f"{examples}: one batch of the loader is one forward"
+                f"{examples}: give the model each batch of the loader in one forward, or in "
+                "several, each followed by its backward"
             )
 
     # Rows.
 
-    def pop_rows(self, examples: int, *, loss_scale: float = 1.0) -> Tensor:
+    def pop_rows(self, examples: int, *, loss_scale: Tensor | float = 1.0) -> Tensor:
         """Return the rows (B, k) of everything since the last pop, and forget it; exact: (B, D).
 
         B = `examples` is the number of examples of the batch; rows are divided by `loss_scale`,
         which the loss was multiplied by (GradScaler). Several backwards before a pop add up, as
         those of one loss would.
         """
+        rows = self.pop(examples, loss_scale=loss_scale)
+        return rows if isinstance(rows, Tensor) else rows.dense()
+
+    def pop(self, examples: int, *, loss_scale: Tensor | float = 1.0) -> Tensor | FactoredRows:
+        """Do the same; with `keeps_factors`, the rows are not formed."""
+        # A mean divides the loss of each example by B; its own gradient is B times what arrived.
+        scale = (examples if self._reduction == "mean" else 1) / loss_scale
         try:
             self._refuse_mismatch(examples)
             if self._check.failures is None and (mask := self.check_bitmask(examples)) is not None:
@@ -278,13 +315,16 @@ class Capture:
             # Not in step with other ranks, which follow with the next check.
             self._check.leave_out(self._check.without_batch())
             with torch.no_grad():
-                rows = self._rows(examples)
-            self._warn_of_unfrozen()
+                rows: Tensor | FactoredRows
+                if self._keeps_factors:
+                    parts = self._whole_rows(examples)
+                    rows = FactoredRows(parts, self.spec, examples, self._like, scale)
+                else:
+                    rows = self._rows(examples).mul_(scale)
         finally:
             self._check.next_batch(self._model.training)
             self.clear()
-        # A mean divides the loss of each example by B; its own gradient is B times what arrived.
-        return rows.mul_((examples if self._reduction == "mean" else 1) / loss_scale)
+        return rows
 
     def _may_choose(self) -> bool:
         """Say whether layers may be chosen by the current batch."""
@@ -304,16 +344,6 @@ class Capture:
             if not (layer.is_whole or isinstance(layer, DirectLayer) or id(layer) in shared)
         ]
 
-    def _warn_of_unfrozen(self) -> None:
-        """Warn once of each parameter that was frozen when the rows were set up."""
-        for name in [name for name, p in self._frozen.items() if p.requires_grad]:
-            del self._frozen[name]
-            log.warning(
-                "%s was unfrozen after its rows were set up, so they leave it out: attach again to "
-                "include it",
-                name,
-            )
-
     def _rows(self, examples: int) -> Tensor:
         """Return the rows (B, k), neither averaged nor unscaled; exact: (B, D)."""
         arrived = self._pool.arrived
@@ -324,16 +354,21 @@ class Capture:
             layer, one = self._sketched.get(key, (None, None))
             if one is not None and not (layer and layer.is_idle):
                 self._add(total, one, rows[:examples])
-        for name in self._whole:
-            parts = [rows for _, rows in arrived_rows(self._uses[name], arrived)]
-            if not parts or name in self._check.left_out:
-                continue
-            whole = reduce(torch.add, parts)[:examples]
+        for name, whole in self._whole_rows(examples).items():
             if self._pool.is_exact:
                 total[:, self.spec.slices[name]] = whole
             else:
                 total += self._sketch(whole, name)
         return total
+
+    def _whole_rows(self, examples: int) -> dict[str, Any]:
+        """Return the gradients of parameters that arrive as they are: (B, N), or `OuterRows`."""
+        found = {}
+        for name in self._whole:
+            parts = [rows for _, rows in arrived_rows(self._uses[name], self._pool.arrived)]
+            if parts and name not in self._check.left_out:
+                found[name] = reduce(add, parts)[:examples]
+        return found
 
     def _place(self, maps: list[Map]) -> None:
         """Decide where in a row the columns of maps are added."""

@@ -149,8 +149,9 @@ class ParameterUse:
     def silence(self, arrived: Mapping[str, Tensor]) -> None:
         """Leave the parameter out of rows (B, N) that have arrived, and of all later ones."""
         one = self.layer.maps[self.slot]
-        for _, rows in arrived_rows([self], arrived):
-            rows.zero_()
+        if not self.layer.is_whole:  # else left out where rows are put together
+            for _, rows in arrived_rows([self], arrived):
+                rows.zero_()
         if not isinstance(one, WholeMap):
             signs = one.signs[one.parts[self.local]] if self.local else one.signs
             # In place: a compiled model goes on as it is, with rows of zero.
@@ -260,7 +261,7 @@ class LayerPlan:
         """Return the maps of a weight."""
         maps, name = self.maps, self.names[weight]
         if maps.is_exact:
-            return WholeMap(tuple(weight.shape)), None
+            return WholeMap(tuple(weight.shape), maps), None
         shape = weight.shape[0], math.prod(weight.shape[1:])
         if isinstance(layer, ConvLayer):
             may_be_single = layer.may_be_single

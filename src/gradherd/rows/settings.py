@@ -38,7 +38,11 @@ class ExampleRows:
 
 @dataclass(frozen=True, kw_only=True)
 class ExactRows(ExampleRows):
-    """The exact gradient of every example: batch x parameters elements, for small models."""
+    """The exact gradient of every example.
+
+    Of several workers, and for orders of your own, they are formed: batch x parameters elements,
+    for small models.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +122,7 @@ BATCH_SKETCH = 65536
 """Elements of a whole batch's row on a GPU. The error of an inner product is sqrt(2 / 65536) of the
 norms, 0.55 %, and neither memory nor time shows."""
 # Up to this many parameters exact rows cost no more than a sketch of them.
-_SMALL_MODEL = 20_000
+SMALL_MODEL = 20_000
 # So few elements are sent as they are, whatever a sketch would save.
 _SHORT_ROW = 1024
 _SENT_SIZE = 2048
@@ -173,8 +177,8 @@ def choose_rows(
     # Of exact rows every worker sends each of the R others 1/R, of sketches all it has.
     sketch = SketchRows()
     sent = "" if workers == 1 else f" to send among {workers} workers"
-    most = _SMALL_MODEL if workers == 1 else max(_SHORT_ROW, sketch.size * workers)
-    if size <= min(most, _SMALL_MODEL):
+    most = SMALL_MODEL if workers == 1 else max(_SHORT_ROW, sketch.size * workers)
+    if size <= min(most, SMALL_MODEL):
         return ExactRows(), f"{size:,} parameters are few{sent}"
     if on_gpu:
         # Rows that are sent stay short.

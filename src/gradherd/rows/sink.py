@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradherd.rows.outer_rows import OuterRows, padded
 from gradherd.rows.sketch import has_kernels
 from gradherd.torch_names import (
     call_after_backward,
@@ -128,14 +129,16 @@ class SinkPool:
 
     def __init__(
         self, like: Tensor, examples: int | None, *, is_exact: bool = False,
-        is_sharded: bool = False,
+        keeps_factors: bool = False, is_sharded: bool = False,
     ) -> None:  # fmt: skip
         """Begin without layers.
 
         Rows have the dtype and device of `like`. `examples` is B; None takes that of the largest
-        batch. If `is_sharded`, modules hold shards of their parameters between passes.
+        batch. If `is_sharded`, modules hold shards of their parameters between passes. If
+        `keeps_factors`, exact rows may be `OuterRows`.
         """
         self.like, self.is_exact, self.is_sharded = like, is_exact, is_sharded
+        self.keeps_factors = keeps_factors
         self.examples = examples or 0
         self.batch: Any = None
         """Examples of the forward that runs; None outside of forwards."""
@@ -151,8 +154,10 @@ class SinkPool:
         self.shares = False
         """Whether examples get copies of what they share: class tokens, positions. Tried when
         batch dimensions are looked for."""
+        self.before = 0
+        """Examples of this batch in earlier forwards (micro-batches): rows to come are behind."""
         self.sizes: set[int] = set()
-        """Numbers of examples whose rows have come in this batch; not of compiled layers."""
+        """Numbers of examples of this batch, as each layer whose rows have come has seen it."""
         self.dtypes: set[torch.dtype] = set()
         """Dtypes of inputs that layers have seen in this batch; not of compiled layers."""
         self.given_dim: int | None = None
@@ -166,7 +171,7 @@ class SinkPool:
         self.before_first: Callable[[], None] = lambda: None
         """Called before what each backward brings is noted."""
         self._begun = -1  # number of the last backward that has brought something
-        self.arrived: dict[str, Tensor] = {}
+        self.arrived: dict[str, Any] = {}
         """Rows that have arrived: (B, k) of all layers at `ROW`, (B, N) of single maps by key."""
         self.layers: list[SketchedLayer] = []
         self.has_kernels = not is_exact and like.dtype == torch.float32 and has_kernels(like.device)
@@ -229,6 +234,10 @@ class SinkPool:
                 backward.sizes.add(examples)
         if not (use[3] or use[4]):
             return
+        if self.keeps_factors:
+            # They outlive the backward. What the user has made may be written to until then.
+            inputs = inputs.clone() if inputs.grad_fn is None else inputs.detach()
+            grads = grads.detach()
         found = layer.rows(inputs, grads, use, saved)
         for slot, rows in ((SINGLE if use[2] else MATRIX, found[0]), (VECTOR, found[1])):
             if rows is not None:
@@ -248,7 +257,7 @@ class SinkPool:
         """Return what the backward that runs has brought so far."""
         task = current_backward()
         if task not in self._open:
-            self._open[task] = OpenBackward(self.examples, self.like)
+            self._open[task] = OpenBackward(self.examples, self.like, keeps=self.keeps_factors)
             call_after_backward(partial(self._end, task))
         return self._open[task]
 
@@ -267,16 +276,20 @@ class SinkPool:
         if not backward.accumulates:
             return
         self.begin()  # may have the rows of an earlier backward taken
-        self.sizes |= backward.sizes
+        self.sizes |= {self.before + examples for examples in backward.sizes}
         with torch.no_grad():
             for (stream, key), rows in backward.rows.items():
-                before = self.arrived.get(key)
+                arrived = self.arrived.get(key)
                 if stream != self._stream():  # for which autograd has had this one wait
                     rows.record_stream(torch.cuda.current_stream(rows.device))
-                if before is not None:
+                if self.before:
+                    rows = rows[: max(backward.sizes, default=0)]
+                    behind = max(0, self.examples - self.before - len(rows))
+                    rows = padded(rows, self.before, behind)
+                if arrived is not None:
                     # They are of different length only in a step that will be refused.
-                    least = min(len(before), len(rows))
-                    rows = before[:least] + rows[:least]
+                    least = min(len(arrived), len(rows))
+                    rows = arrived[:least] + rows[:least]
                 self.arrived[key] = rows
 
     def _arrive(self, at: int, slot: int, sink: Tensor) -> None:
@@ -285,6 +298,8 @@ class SinkPool:
         assert rows is not None
         backward = self._this_backward()
         backward.accumulates = True
+        if self.last_batch is not None:  # the layer itself does not tell
+            backward.sizes.add(self.last_batch)
         # A graph of CUDA writes its next results to the same place.
         backward.add(self._stream(), layer.place(slot), rows, may_keep=False)
 
@@ -306,10 +321,27 @@ class SinkPool:
             return None
         return batch if self.recorded is not None or batch <= self.examples else None
 
+    @property
+    def seen(self) -> set[int]:
+        """Numbers of examples of this batch, as its forwards have had them."""
+        return self.sizes or ({self.before} if self.before else set())
+
+    def next_part(self) -> None:
+        """Put the rows of the next forward behind those of this batch's earlier ones."""
+        if len(self.sizes) == 1:  # otherwise the batch will be refused
+            (self.before,), self.sizes = self.sizes, set()
+            for key, rows in self.arrived.items():  # those that are not formed have no padding yet
+                self.arrived[key] = padded(rows, 0, max(0, self.examples - len(rows)))
+        self._drop_failed()
+
     def clear(self) -> None:
         """Forget what has arrived, but not what waits for the end of the backward that runs."""
         self.arrived, self.sizes, self.strangers, self.dtypes = {}, set(), {}, set()
-        self.differentiated, now = False, current_backward()
+        self.differentiated, self.before = False, 0
+        self._drop_failed()
+
+    def _drop_failed(self) -> None:
+        now = current_backward()
         for task in [task for task in self._open if task != now]:  # of a backward that has failed
             self._open.pop(task).unwatch()
 
@@ -317,9 +349,9 @@ class SinkPool:
 class OpenBackward:
     """What a backward has brought so far: rows that wait until it is over."""
 
-    def __init__(self, examples: int, like: Tensor) -> None:
-        self._examples, self._like = examples, like
-        self.rows: dict[tuple[int, str], Tensor] = {}
+    def __init__(self, examples: int, like: Tensor, *, keeps: bool) -> None:
+        self._examples, self._like, self._keeps = examples, like, keeps
+        self.rows: dict[tuple[int, str], Any] = {}
         """Those that layers add to, by stream and key."""
         self._scratch: dict[int, Tensor] = {}  # by stream
         self.sizes: set[int] = set()
@@ -346,9 +378,16 @@ class OpenBackward:
             memory = self._scratch[stream] = self._like.new_empty(size, dtype=torch.uint8)
         return memory.data_ptr()
 
-    def add(self, stream: int, place: Place, rows: Tensor, *, may_keep: bool = True) -> None:
+    def add(self, stream: int, place: Place, rows: Any, *, may_keep: bool = True) -> None:
         """Add rows (n, ...) at a place; they may be kept as they are, if they are all."""
         key, width, start = place
+        if self._keeps:  # they may be what the layer got or gave
+            before = self.rows.get((stream, key))
+            if before is not None:
+                least = min(len(before), len(rows))
+                rows = before[:least] + rows[:least]
+            self.rows[stream, key] = rows if may_keep else rows.clone()
+            return
         is_all = rows.shape == (self._examples, width) and rows.dtype == self._like.dtype
         if is_all and may_keep and (stream, key) not in self.rows:
             self.rows[stream, key] = rows.contiguous()
@@ -506,11 +545,12 @@ class SketchedLayer(ABC):
                 )
         return self._plans[key]
 
-    def padded(self, rows: Tensor | None) -> Tensor | None:
+    def padded(self, rows: Any) -> Tensor | None:
         """Give rows of a short batch the length of the sink."""
-        if rows is None or rows.shape[0] == self.pool.examples:
-            return rows
-        return F.pad(rows, (0, 0, 0, self.pool.examples - rows.shape[0]))
+        formed: Tensor | None = rows.dense() if isinstance(rows, OuterRows) else rows
+        if formed is None or formed.shape[0] == self.pool.examples:
+            return formed
+        return F.pad(formed, (0, 0, 0, self.pool.examples - formed.shape[0]))
 
     def guessed_dim(self, inputs: Tensor) -> int | None:
         """Return the dimension of an input that holds the examples; None if there is none.

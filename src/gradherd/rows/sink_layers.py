@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gradherd.rows.outer_rows import products
 from gradherd.rows.sink import (
     SHARED,
     TAP,
@@ -23,7 +24,7 @@ from gradherd.rows.sink import (
     at_least_float32,
     trained_parameter,
 )
-from gradherd.rows.sink_maps import MatrixMap, OuterMap, WholeMap, products
+from gradherd.rows.sink_maps import MatrixMap, OuterMap, WholeMap
 
 
 def examples_first(tensor: Tensor, dim: int, features: int) -> Tensor:
@@ -53,6 +54,8 @@ class LinearLayer(SketchedLayer):
         total = None
         if wanted[1]:
             dtype = self.pool.like.dtype  # also of sums over positions
+            # Nothing is copied where it is kept as it is.
+            single = single or (self.pool.keeps_factors and left.shape[1] == 1)
             total = left[:, 0].to(dtype) if single else left.sum(1, dtype=dtype)
             if part is not None:
                 total = F.pad(total, (part[0], self.vector.size - part[1]))
@@ -129,7 +132,10 @@ class ConvLayer(SketchedLayer):
             small = small.reshape(n * groups, -1, *small.shape[2:])
         kept = large.reshape(n * groups, -1, large.shape[2:].numel())
         if isinstance(matrix, WholeMap):
-            return products(kept, self.windows(small)).view(n, -1), vector
+            windows = self.windows(small)
+            if groups > 1:
+                return products(kept, windows).view(n, -1), vector
+            return matrix.columns_of(kept.transpose(1, 2), windows), vector
         thin = matrix.thin(small.to(large.dtype), self.stride, self.padding, self.dilation)
         columns = products(thin.flatten(2), kept.transpose(1, 2))
         if groups > 1:
@@ -175,20 +181,13 @@ class EmbeddingLayer(SketchedLayer):
             tokens = examples_first(inputs, dim, 0)
         matrix = self.matrix
         if isinstance(matrix, WholeMap):
-            return self.table_rows(tokens, right, matrix), None
+            if self.padding is not None:  # torch gives the padding token no gradient
+                right = right * (tokens != self.padding).unsqueeze(-1)
+            return matrix.looked_up(tokens, right), None
         thin = F.embedding(tokens, matrix.tensor_for("side", right))
         if self.padding is not None:
             thin = thin * (tokens != self.padding).unsqueeze(-1)
         return matrix.combine(thin, right), None
-
-    def table_rows(self, tokens: Tensor, right: Tensor, matrix: WholeMap) -> Tensor:
-        """Return each example's gradient of the whole table."""
-        if self.padding is not None:  # torch gives the padding token no gradient
-            right = right * (tokens != self.padding).unsqueeze(-1)
-        examples, (tokens_known, width) = len(right), matrix.shape
-        places = tokens + torch.arange(examples, device=tokens.device)[:, None] * tokens_known
-        sums = right.new_zeros(examples * tokens_known, width)
-        return sums.index_add(0, places.flatten(), right.reshape(-1, width)).view(examples, -1)
 
     def tap_shared(self, module: nn.Module, inputs: Tensor, output: Tensor) -> Tensor:
         """Tap a look-up of shape (1, T) or (T,), whose result is broadcast over the examples."""
@@ -351,7 +350,9 @@ class TappedAttention(Tapped):
         # (B, heads, T, size of a head), whatever comes first outside.
         order = (0, 2, 1, 3) if tokens else (1, 2, 0, 3)
         q, k, v = (one.unflatten(-1, (heads, size // heads)).permute(order) for one in parts)
-        mask = attention_mask(q, k, attn_mask, key_padding_mask)
+        # As torch does it: the mask is not looked at, and the fast kernels know this one.
+        is_causal = is_causal and key_padding_mask is None and not need_weights
+        mask = None if is_causal else attention_mask(q, k, attn_mask, key_padding_mask)
         dropout = module.dropout if module.training else 0.0
         weights = None
         if need_weights:
@@ -360,7 +361,7 @@ class TappedAttention(Tapped):
             weights = F.dropout(weights, dropout) if dropout else weights
             mixed = weights @ v
         else:
-            mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+            mixed = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
         # As torch lays it out, tokens first: dropout behind it draws in the order of memory.
         mixed = as_autocast(mixed.permute(2, 0, 1, 3).flatten(2))
         out = module.out_proj

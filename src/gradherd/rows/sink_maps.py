@@ -24,11 +24,13 @@ k buckets of a tensor sketch, N elements of a vector.
 import math
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gradherd.rows.outer_rows import products, whole_rows
 from gradherd.rows.sketch import hashed_permutation, random_signs
 
 MOST_KEPT = 1024
@@ -52,14 +54,8 @@ class MapSettings:
     """A tensor of the rows' dtype and device."""
     is_exact: bool = False
     """Whether nothing is projected."""
-
-
-def products(left: Tensor, right: Tensor) -> Tensor:
-    """Multiply matrices of each example, (B, c, T) and (B, T, K): (B, c, K)."""
-    if not left.is_cuda:
-        # Some CPUs take a hundred times as long for thin matrices that are transposed.
-        left, right = left.contiguous(), right.contiguous()
-    return torch.bmm(left, right)
+    keeps_factors: bool = False
+    """Whether exact rows of weights are held as factors where these are smaller."""
 
 
 class Map:
@@ -303,13 +299,17 @@ class OuterMap(Map):
 class WholeMap(Map):
     """Keeps a weight's gradient as it is, row by row."""
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
+    def __init__(self, shape: tuple[int, ...], settings: MapSettings) -> None:
         """Keep the shape of the weight."""
-        self.shape, self.size = shape, math.prod(shape)
+        self.shape, self.size, self.keeps = shape, math.prod(shape), settings.keeps_factors
 
-    def columns_of(self, left: Tensor, right: Tensor) -> Tensor:
+    def columns_of(self, left: Tensor, right: Tensor) -> Any:
         """Return the gradients (B, size) of factors (B, T, rows) and (B, T, columns)."""
-        return products(left.transpose(1, 2), right).flatten(1)
+        return whole_rows(left, right, keeps=self.keeps)
+
+    def looked_up(self, tokens: Tensor, right: Tensor) -> Any:
+        """Return the gradients (B, size) of a table from tokens (B, T) and (B, T, columns)."""
+        return whole_rows(tokens, right, self.shape, keeps=self.keeps)
 
     def project(self, grad: Tensor) -> Tensor:
         """Return a whole gradient, flat."""
@@ -326,7 +326,7 @@ class VectorMap(Map):
 
         `sizes` are the elements of each parameter that is part of the vector, by name.
         """
-        self.size = sum(sizes.values())
+        self.size, self.keeps = sum(sizes.values()), settings.keeps_factors
         if settings.is_exact:
             drawn = torch.ones(self.size)
         else:
@@ -339,7 +339,7 @@ class VectorMap(Map):
 
     def finish(self, columns: Tensor) -> Tensor:
         """Give columns (B, size) their signs."""
-        return columns * self.signs
+        return columns if self.keeps else columns * self.signs
 
     def project(self, local: str, grad: Tensor) -> Tensor:
         """Return the columns of one parameter's whole gradient."""

@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
+from gradherd.comm.message_sizes import DEFAULT_DENSITY
 from gradherd.comm.script import Script
 from gradherd.sparsify.kernels import topk_indices
-from gradherd.comm.message_sizes import DEFAULT_DENSITY
 from gradherd.sparsify.partitions import even_cuts
 from gradherd.sparsify.selecting import gather_union
 from gradherd.sparsify.selector import (

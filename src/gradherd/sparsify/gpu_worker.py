@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from gradherd.comm.message_sizes import VALUE_BITS
 from gradherd.comm.script import AllGather, Script, run
 from gradherd.comm.world import World
 from gradherd.gpu import captured, has_triton
 from gradherd.sparsify import consensus, kernels
-from gradherd.comm.message_sizes import VALUE_BITS
 from gradherd.sparsify.partitioned import Partitioned
 from gradherd.sparsify.selecting import step_metrics
 from gradherd.sparsify.selector import StepContext, target_count

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from gradherd.comm.checks import check_choice, check_in, check_whole
+from gradherd.comm.message_sizes import DEFAULT_DENSITY, EXDYNA_CAPACITY
 from gradherd.comm.script import Script
 from gradherd.sparsify import consensus
 from gradherd.sparsify.consensus import PartitionRule, PartitionState
 from gradherd.sparsify.kernels import indices_above, topk_indices
-from gradherd.comm.message_sizes import DEFAULT_DENSITY, EXDYNA_CAPACITY
 from gradherd.sparsify.partitions import Blocks, even_cuts
 from gradherd.sparsify.selecting import gather_indices
 from gradherd.sparsify.selector import Proposal, Selection, Selector, Step, check_density

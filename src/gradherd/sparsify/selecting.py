@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradherd.comm.script import AllGather, Script, check_script
 from gradherd.comm.message_sizes import index_bytes
 from gradherd.comm.packing import pack_indices, unpack_indices
+from gradherd.comm.script import AllGather, Script, check_script
 from gradherd.sparsify.selector import Proposal, Selection, Selector, Step, StepContext
 
 # --- One step ----------------------------------------------------------------------------------

@@ -4,15 +4,15 @@ Letters: D coordinates, R workers, K values.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradherd.comm.script import AllGather, AllToAll, Script
 from gradherd.comm.message_sizes import VALUE_BITS, ValueFormat, fits_one_round, value_bytes
 from gradherd.comm.packing import decode_values, encode_values
+from gradherd.comm.script import AllGather, AllToAll, Script
 from gradherd.sparsify.selector import StepContext
 
 

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradherd.comm.message_sizes import MAX_COORDINATES, VALUE_BITS
 from gradherd.comm.script import Script
 from gradherd.gpu import on_cpu
 from gradherd.sparsify import kernels
 from gradherd.sparsify.marks import TILE
-from gradherd.comm.message_sizes import MAX_COORDINATES, VALUE_BITS
 from gradherd.sparsify.selecting import Outcome, select
 from gradherd.sparsify.selector import Selection, Step, StepContext, target_count
 from gradherd.sparsify.settings import Sparsify

@@ -6,6 +6,7 @@ from torch import nn
 
 from gradherd.lab.tasks.defaults import Hyperparameters
 from gradherd.lab.tasks.registry import find_task
+from gradherd.lab.tasks.task import Classifier
 from gradherd.lab.train.optimizers import FunctionalOptimizer
 from gradherd.lab.train.stacked_step import (
     StackedStep,
@@ -66,7 +67,7 @@ def test_a_step_is_that_of_torch(name, rule):
     for count in (4, 4, 3, 4):  # a short batch is another graph
         indices = torch.randint(40, (3, count, 2), generator=generator)  # groups of two
         with torch.no_grad():
-            rows, mean = step(rates, indices)
+            (rows,), (mean,) = step(rates[None], indices[None])
         for at, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             for row, index in zip(rows[at], indices[at], strict=True):
                 one = task.loss(model, *(column[index] for column in columns))
@@ -139,7 +140,7 @@ def test_steps_of_convolutions_and_of_norms(name):
     indices = torch.tensor([[[0, 1], [4, 3]], [[2, 5], [1, 0]]])
     with torch.no_grad():
         step = StackedStep(task, models[0], columns, FunctionalOptimizer(_rule()), flat)
-        rows, _ = step(torch.full((2, 1), 0.01), indices)
+        (rows,), _ = step(torch.full((1, 2, 1), 0.01), indices[None])
     for model, batches, own in zip(models, indices, rows, strict=True):
         for index, row in zip(batches, own, strict=True):
             expected = _flat_grad(task.loss(model, *(c[index] for c in columns)), model)
@@ -158,7 +159,61 @@ def test_the_graph_by_itself_computes_what_its_trace_does(monkeypatch):
         with torch.inference_mode():
             step = StackedStep(task, models[0], columns, FunctionalOptimizer(_rule()), flat)
             for _ in range(2):
-                rows, mean = step(torch.full((2, 1), 0.01), indices)
+                rows, mean = step(torch.full((1, 2, 1), 0.01), indices[None])
         found.append((rows, mean, flat))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+class Scores(Classifier):
+    """Linear models with another loss, and with one that asks for more than outputs."""
+
+    def __init__(self, *, bias: bool = True, decays: bool = False) -> None:
+        self.bias, self.decays = bias, decays
+
+    def model(self):
+        return nn.Linear(5, 3, bias=self.bias)
+
+    def loss(self, model, *tensors):
+        scores = model(tensors[0])
+        if self.decays:
+            scores = scores + 0 * model(tensors[0].flip(1))
+        return (scores.tanh() - tensors[1].unsqueeze(1)).square().mean()
+
+
+@pytest.mark.parametrize("decays", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_linear_model_has_the_gradients_of_autograd(group, bias, decays):
+    task = Scores(bias=bias, decays=decays)
+    generator = torch.Generator().manual_seed(0)
+    columns = (torch.randn(20, 5, generator=generator), torch.randn(20, generator=generator))
+    models, flat = _models(task, 3)
+    gradients = _make_gradients(task, models[0], columns)
+    assert ("linear" in gradients.__qualname__) != decays
+    indices = torch.randint(20, (3, 4, group), generator=generator)
+    found = gradients(flat, tuple(column[indices] for column in columns))
+    for model, batches, rows in zip(models, indices, found, strict=True):
+        for index, row in zip(batches, rows, strict=True):
+            expected = _flat_grad(task.loss(model, *(c[index] for c in columns)), model)
+            torch.testing.assert_close(row, expected)
+
+
+@pytest.mark.parametrize("name", ["digits", "digits-mlp"])
+def test_several_steps_are_one_after_the_other(name):
+    task = find_task(name)
+    columns = task.load(None, 40).train
+    indices = torch.randint(40, (5, 3, 4, 2), generator=torch.Generator().manual_seed(0))
+    rates = torch.linspace(0.1, 0.01, 15).view(5, 3, 1)
+    found = []
+    for at_once in (1, 5):
+        models, flat = _models(task, 3)
+        rule = FunctionalOptimizer(_rule(momentum=0.9))
+        step, parts = StackedStep(task, models[0], columns, rule, flat), []
+        with torch.no_grad():
+            for at in range(0, 5, at_once):
+                parts.append(step(rates[at : at + at_once], indices[at : at + at_once]))
+        rows, means = (torch.cat(each) for each in zip(*parts, strict=True))
+        found.append((rows, means, flat))
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)

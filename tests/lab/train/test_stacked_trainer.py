@@ -13,6 +13,7 @@ from gradherd.comm.world import World
 from gradherd.lab.tasks.digits import Digits
 from gradherd.lab.tasks.registry import find_task
 from gradherd.lab.tasks.task import Split
+from gradherd.lab.train import stacked_trainer
 from gradherd.lab.train.runner import run_all
 from gradherd.lab.train.stacked_trainer import (
     StackedTrainer,
@@ -53,6 +54,12 @@ def test_runs_side_by_side(batch_size, unit, workers, limit):
             assert mine.ordering_bytes == own.ordering_bytes
             assert mine.herding_bound == pytest.approx(own.herding_bound, rel=1e-3)
     assert len({ordering.version for ordering in together.orderings}) == len(arms)
+
+
+def test_several_steps_of_a_call(monkeypatch):
+    monkeypatch.setattr(stacked_trainer, "_MANY_STEPS", 2)
+    monkeypatch.setattr(stacked_trainer, "_STEPS_PER_CALL", 3)
+    test_runs_side_by_side(4, 1, 3, 101)
 
 
 def test_steps_are_counted_for_every_run():

@@ -1,9 +1,9 @@
 """Time per-example gradients of an MLP.
 
 Cases: `plain` is forward and backward alone. `vmap` (torch.func) and `loop` (one example at a time)
-form every gradient: what a user would do instead. `exact` forms them from layer inputs and output
-gradients, and computes what balancing needs (products with a vector, a weighted sum); `sketch`
-projects each of them to 256 elements without forming it. The ceiling is
+form every gradient: what a user would do instead. `exact` computes what balancing needs (products
+with a vector and of the gradients, a weighted sum) from layer inputs and output gradients without
+forming them; `sketch` projects each of them to 256 elements. The ceiling is
 `plain`: gradherd reads its rows off a backward pass that happens anyway.
 """
 
@@ -13,6 +13,7 @@ from torch.func import functional_call, grad, vmap
 
 from gradherd.lab.bench.timing import Rows, ceiling_keys, measure_cases
 from gradherd.rows.capture import Capture
+from gradherd.rows.factored_rows import FactoredRows
 from gradherd.rows.settings import SketchRows
 
 _SKETCH = 256
@@ -67,16 +68,19 @@ class RowsBench:
 
         vmap(grad(loss), in_dims=(None, 0, 0))(weights, self.x, self.y)
 
-    def rows(self, capture: Capture) -> Tensor:
+    def sketch(self, capture: Capture) -> None:
         """Read the rows of all examples off a backward pass."""
         self.plain()
-        return capture.pop_rows(len(self.x))
+        capture.pop_rows(len(self.x))
 
     def exact(self, capture: Capture) -> None:
-        """Form the gradients, and compute what balancing needs."""
-        rows = self.rows(capture)
-        rows @ self.running[0]
-        self.signs @ rows
+        """Compute what balancing needs."""
+        self.plain()
+        rows = capture.pop(len(self.x))
+        assert isinstance(rows, FactoredRows)
+        rows.dot(self.running)
+        rows.gram.sum()
+        rows.combine(self.signs)
 
 
 def bench_rows(params: int, batch: int, device: torch.device) -> Rows:
@@ -86,7 +90,7 @@ def bench_rows(params: int, batch: int, device: torch.device) -> Rows:
     """
     # Models of their own for the cases that read rows: hooks would slow down the others.
     plain, exact, sketch = (RowsBench(params, batch, device) for _ in range(3))
-    exact_rows = Capture(exact.model)
+    exact_rows = Capture(exact.model, keeps_factors=True)
     sketches = Capture(sketch.model, SketchRows(size=_SKETCH), batch_size=batch)
 
     def reset() -> None:
@@ -99,7 +103,7 @@ def bench_rows(params: int, batch: int, device: torch.device) -> Rows:
             "vmap": plain.vmap,
             "loop": plain.loop,
             "exact": lambda: exact.exact(exact_rows),
-            "sketch": lambda: sketch.rows(sketches),
+            "sketch": lambda: sketch.sketch(sketches),
         },
         device,
         at_least=1.0,

@@ -17,4 +17,10 @@ if TYPE_CHECKING:
     from gradherd.lab.tasks.task import Split as Split
     from gradherd.lab.tasks.task import Task as Task
 
-__getattr__, __all__ = lazy_names(__name__)
+_HOMES = {
+    "gradherd.lab.tasks.data_files": ("DamagedData", "MissingData"),
+    "gradherd.lab.tasks.registry": ("TASKS", "find_task"),
+    "gradherd.lab.tasks.task": ("Defaults", "Split", "Task"),
+}
+
+__getattr__, __all__ = lazy_names(__name__, _HOMES)

@@ -39,8 +39,8 @@ from gradherd.lab.train import POWERSGD, ROWS, exchange_names
 from gradherd.ordering.registry import POLICIES, make_policy
 
 if TYPE_CHECKING:
-    from gradherd.rows.settings import RowSettings
     from gradherd.local.settings import LocalSteps
+    from gradherd.rows.settings import RowSettings
 
 
 @dataclass(frozen=True, kw_only=True)

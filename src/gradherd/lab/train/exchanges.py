@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradherd.comm.collectives import all_gather_bytes
 from gradherd.comm.sliced_mean import mean_bytes, mean_of_rows
 from gradherd.flat import FlatSpec
 from gradherd.hooks.flat_weights import FlatWeights
@@ -141,7 +140,7 @@ class LocalModels(VirtualExchange):
         self._optimizers = [make_optimizer(own, config) for own in self.parameters]
         self._clip, self._timer = config.clip, DeviceTimer(device)
         first = self._weights[0]
-        self._shared = SharedWeights(
+        self._shared = SharedWeights.simulate(
             settings, first.layout.sparse, first.layout.whole, first.buffer_elements,
             config.workers, dtype=first.dtype, device=device,
         )  # fmt: skip
@@ -181,11 +180,14 @@ class LocalModels(VirtualExchange):
 
     def _begin(self, counters: EpochCounters, *, forced: bool) -> None:
         with self._timer.measure():
-            own = [weights.read(self._shared.empty()) for weights in self._weights]
+            own = [
+                weights.read(room)
+                for weights, room in zip(self._weights, self._shared.room(), strict=True)
+            ]
             read = [weights.read_buffers() for weights in self._weights]
             buffers = [flat for flat in read if flat is not None]
-            position = self._steps, int(forced)
-            self._arrival = self._shared.exchange(own, buffers or None, position)
+            position, beside = (self._steps, int(forced)), self._settings.overlap and not forced
+            self._arrival = self._shared.exchange(own, buffers or None, position, delta=beside)
             counters.bytes += self._shared.bytes
             self._taken = 0
         if forced or not self._settings.overlap:
@@ -202,18 +204,15 @@ class LocalModels(VirtualExchange):
         with self._timer.measure():
             if not arrival.ok[0]:
                 self._go_on_alone()
-                self._shared.give_back(arrival.own)
                 return
             self._called_off = 0
-            beside = self._settings.overlap and not synced and self._taken > 0
-            starts = self._shared.apply(arrival, synced=synced, delta=beside)
+            beside, starts = self._settings.overlap and not synced, arrival.weights
             for weights, new in zip(self._weights, starts, strict=True):
                 weights.write(new.add_(weights.read()) if beside else new)
                 if arrival.buffers is not None:
                     weights.write_buffers(arrival.buffers)
             if not self._weights[0].is_wide:
                 self._shared.owe_rounding(starts, [weights.read() for weights in self._weights])
-            self._shared.give_back(starts)
 
     def _go_on_alone(self) -> None:
         """Put workers whose weights are not finite back to the shared ones."""

@@ -200,6 +200,9 @@ def _units(config: RunConfig) -> int:
 
 # Rows are buffered and passed to the orders together, up to this many steps and elements.
 _MAX_STEPS, _MAX_ELEMENTS, _MAX_GPU_ELEMENTS = 512, 8_000_000, 1 << 30
+# Steps of a call on the CPU, and steps of an epoch from which building so large a graph takes less
+# time than it saves.
+_STEPS_PER_CALL, _MANY_STEPS = 16, 2000
 
 
 class StackedTrainer(Trainer):
@@ -279,20 +282,25 @@ class StackedTrainer(Trainer):
         sent_before = [one.bytes for one in self._coordination]
         data_seconds = time.perf_counter() - begin
         buffered, capacity = 0, self._buffered_steps(batches[0].shape[2])
-        for at, batch in enumerate(batches):
+        done, at_once = 0, 1
+        if count >= _MANY_STEPS and not self._parameters.is_cuda:
+            at_once = _STEPS_PER_CALL
+        while done < count:
+            # The last batch may be shorter, so it never shares a call or a buffer with others.
+            fits = min(capacity - buffered, count - 1 - done) >= at_once
+            span = slice(done, done + (at_once if fits else 1))
+            together = torch.stack(batches[span])
             # The largest group that still gives every row: fewer groups are less work.
-            group = config.unit if self._first_with_rows < runs else batch[0].numel()
-            # Contiguous, as traces expect it.
-            rows, mean = self._step(lrs[at], batch.reshape(runs, -1, group).contiguous())
+            group = config.unit if self._first_with_rows < runs else together[0, 0].numel()
+            rows, mean = self._step(lrs[span], together.view(len(together), runs, -1, group))
             if self._tracks_prefix_sums:
-                means[at] = mean
-            shape = (len(rows), capacity, *rows.shape[1:])
+                means[span] = mean
+            shape = (rows.shape[1], capacity, *rows.shape[2:])
             if self._rows.shape != shape:
                 self._rows = rows.new_empty(shape)
-            self._rows[:, buffered].copy_(rows)
-            buffered += 1
-            # The last batch may be shorter, so it never shares a buffer with others.
-            if buffered == capacity or at >= count - 2:
+            self._rows[:, buffered : buffered + len(rows)].copy_(rows.transpose(0, 1))
+            buffered, done = buffered + len(rows), span.stop
+            if buffered == capacity or done >= count - 1:
                 self._observe(buffered, counters)
                 on_step(buffered * runs)
                 buffered = 0
