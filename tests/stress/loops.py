@@ -300,7 +300,7 @@ class Composed(Loop):
         """Return what this rank keeps between exchanges, flat, by kind."""
         # Not through the herd: that would feed back what waits for the order.
         state = self.herd._exchange.state_dict(gather=False)
-        names = ("residual", "owner_error", "shared", "outer_momentum", "unsent")
+        names = ("residual", "owner_error", "shared", "outer_momentum", "arrival")
         return {key: flat(state[key].values()) for key in names if key in state}
 
     def sum_of_kept(self):
@@ -408,34 +408,33 @@ class Composed(Loop):
         difference = shared.double() - own.double() + self.owed.double()
         kept = self.vectors()  # waits for the exchange
         lost = kept.get("owner_error", torch.zeros(()))
-        if settings.overlap:
-            left = kept["unsent"]
-        elif settings.keep_residual:  # in the own weights, but for what waits beside them
-            left = kept["shared"] - after + kept["residual"]
-        else:
+        if not settings.keep_residual:
             left = kept["residual"]
+        elif settings.overlap:  # what is to be added to the weights takes it from them
+            left = kept["shared"] - own - kept["arrival"]
+        else:  # in the own weights
+            left = kept["shared"] - after
         sent = difference + self.lost.double() - left.double() - lost.double()
-        self.lost = lost
-        self.pending = (own, left, self.sum_of(sent) / self.copies)
+        self.shared.grad = (self.sum_of(sent) / self.copies).to(self.shared)
+        self.outer.step()
+        size = self.shared.detach().abs().max()
+        self.close_to("shared weights", kept["shared"], self.shared.detach(), size)
+        if settings.values == "fp32":
+            self.close_to("what is left of exact values", left, torch.zeros_like(left), size)
+        stays = settings.keep_residual
+        self.owed, self.lost = torch.zeros_like(left) if stays else left, lost
+        self.close_to("what waits beside weights", kept["residual"], self.owed, size)
+        self.pending = own, self.shared.detach() - (left if stays else 0)
         if not settings.overlap:
             self.apply_pending()
             with self.herd.shared_weights():
                 self.same_bits("shared weights", flat(self.params))
 
     def apply_pending(self):
-        then, left, mean = self.pending
-        self.shared.grad = mean.to(self.shared)
-        self.outer.step()
-        self.pending = None
-        after, size, kept = flat(self.params), self.shared.detach().abs().max(), self.vectors()
-        self.close_to("shared weights", kept["shared"], self.shared.detach(), size)
-        wanted, self.owed = self.shared.detach().clone(), left
-        if self.settings.keep_residual:
-            wanted, self.owed = wanted - left, torch.zeros_like(left)
+        (then, wanted), self.pending = self.pending, None
         if self.settings.overlap:
             wanted = wanted + (self.before - then)
-        self.close_to("weights after an exchange", after, wanted, size)
-        self.close_to("what waits beside them", kept["residual"], self.owed, size)
+        self.close_to("weights after an exchange", flat(self.params), wanted, wanted.abs().max())
 
     # Parts of the loop.
 
