@@ -20,7 +20,7 @@ from benchmarks.few_bytes_size import (
 )
 from torch import nn
 
-from gradherd.sparsify.packing import decode_values, encode_values
+from gradherd.comm.packing import decode_values, encode_values
 
 CPU = torch.device("cpu")
 SHAPE = Padded(16, 2, 8, 24, 8)
