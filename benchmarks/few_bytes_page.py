@@ -22,8 +22,8 @@ from studies.evidence.chart_file import chart_file
 NAMES = {
     "local-2": "2 local steps, 1 bit",
     "local-4": "4 local steps, 1 bit: `gh.LocalSteps()`",
-    "local-8": "8 local steps, 1 bit: `gh.LocalSteps(fewer=240)`",
-    "local-16": "16 local steps, 1 bit: `gh.LocalSteps(fewer=480)`",
+    "local-8": "8 local steps, 1 bit: `gh.LocalSteps(every=8)`",
+    "local-16": "16 local steps, 1 bit: `gh.LocalSteps(every=16)`",
     "powersgd": "PowerSGD, every step",
     "diloco": "DiLoCo, 15 steps",
     "diloco-int4": "DiLoCo in 4 bits, 15 steps",
