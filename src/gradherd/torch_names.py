@@ -30,6 +30,7 @@ PRIVATE_NAMES = {
     "the compiler",
     "torch.utils._pytree": "finds the tensors in nested arguments",
     "torch._foreach_copy_": "copies the gradients or weights of all parameters in one call",
+    "torch._foreach_add_": "adds to the weights of all parameters in one call",
     "torch._C._nn.flatten_dense_tensors": "joins the gradients of all parameters in one call",
     "torch.Tensor._post_accumulate_grad_hooks": "tells whether optimizers step in the backward",
     "torch.amp.GradScaler._get_scale_async": "the loss scale without waiting for the GPU",
@@ -175,6 +176,11 @@ def current_scale(scaler: GradScaler | None) -> Tensor | float:
     # There is none before the first loss is scaled.
     tensor: Tensor | None = getattr(scaler, "_get_scale_async", lambda: None)()
     return scaler.get_scale() if tensor is None else tensor
+
+
+def add_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Add each source to its target, in one call."""
+    torch._foreach_add_(list(targets), list(sources))
 
 
 def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:

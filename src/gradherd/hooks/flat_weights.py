@@ -10,7 +10,7 @@ from gradherd.comm.collectives import broadcast
 from gradherd.comm.world import World
 from gradherd.flat import FlatSpec, exchangeable, local_shard, plain_name, wide_dtype
 from gradherd.hooks.fsdp import fsdp_modules
-from gradherd.torch_names import copy_all
+from gradherd.torch_names import add_all, copy_all
 
 
 class FlatWeights:
@@ -79,6 +79,13 @@ class FlatWeights:
             module.reshard()  # Whole parameters that an evaluation has left would be stale.
         views = self.views(flat)
         copy_all([local_shard(self.parameters[name]) for name in views], list(views.values()))
+
+    @torch.no_grad()
+    def add(self, flat: Tensor) -> None:
+        """Add a vector to the parameters, which hold all its bits (`is_wide`)."""
+        views = self.views(flat)
+        shards = [local_shard(self.parameters[name]) for name in views]
+        add_all(shards, [part.to(shards[0].device) for part in views.values()])
 
     @contextlib.contextmanager
     def replaced_by(self, flat: Tensor) -> Iterator[None]:

@@ -312,6 +312,9 @@ class LocalExchange(ModelExchange):
 
     def _write(self, flat: Tensor, *, adds: bool = False) -> None:
         """Set this rank's weights, or add to them; what their dtypes cannot hold is owed."""
+        if adds and self._weights.is_wide:
+            self._weights.add(flat)
+            return
         if adds:
             flat = self._weights.read().add_(flat)
         self._weights.write(flat)
