@@ -146,7 +146,7 @@ def test_bytes_are_those_of_the_real_exchange(workers, density, name, method):
 @pytest.mark.parametrize("dim", [500, 300_000])
 @pytest.mark.parametrize("every", [2, 16])
 def test_bytes_of_local_steps_are_those_of_the_real_exchange(workers, dim, every):
-    real = SharedWeights(LocalSteps(every=every), dim, 0, 0, workers)
+    real = SharedWeights.simulate(LocalSteps(every=every), dim, 0, 0, workers)
     real.start(torch.zeros(real.numel))
     real.exchange([torch.ones(real.numel) for _ in range(workers)])
     local = predict(setting(params=dim, workers=workers), f"local-{every}").bytes
