@@ -36,8 +36,8 @@ import torch
 from benchmarks.few_bytes import Shape
 from torch import Tensor
 
-from gradherd.comm.sliced_mean import mean_bytes
 from gradherd.comm.message_sizes import GROUP
+from gradherd.comm.sliced_mean import mean_bytes
 
 SIZES = {"11m": (256, 8, 64), "33m": (512, 8, 64), "98m": (768, 12, 64)}
 """Width, layers, width of a head; with 16,384 words."""

@@ -269,11 +269,12 @@ class LocalExchange(ModelExchange):
     def _counts(self, arrival: Arrival) -> bool:
         """Return whether an exchange counts; if it does not, see that this rank can go on."""
         try:
-            verdict = self._shared.verdict(arrival) if arrival.ready is not None else None
+            if arrival.ready is not None:
+                self._shared.verdict(arrival)
         except OutOfStep as error:
             raise _out_of_step(error) from None
         assert arrival.ok is not None
-        if (verdict or arrival.ok.tolist())[0]:
+        if arrival.ok[0]:
             self._called_off = 0
             self._exchanges += 1
             self._metrics = {

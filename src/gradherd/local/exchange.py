@@ -42,13 +42,14 @@ class Arrival:
     weights: list[Tensor]
     """(N,) with which each worker goes on, or what it is to add to its own weights of then."""
     ok: Tensor | None = None
-    """(2,) int32: whether the exchange counts, and whether this worker's difference was finite."""
+    """(2,) int32: whether the exchange counts, and whether this worker's difference was finite; on
+    the host."""
     buffers: Tensor | None = None
     """(B,) mean of the buffers."""
     headers: Tensor | None = None
     """(R, 4) steps, whether `sync` asks, whether finite, and D of all workers, on the host."""
     ready: Any = None
-    """CUDA event after which `headers` hold what was sent, if the host was not to wait for it."""
+    """CUDA event after which `headers` and `ok` are there, if the host was not to wait for them."""
 
 
 class SharedWeights:
@@ -162,10 +163,10 @@ class SharedWeights:
         self._send_to_owners()
         headers = few.received.header
         keeps = self._settings.keep_residual and not synced
-        if defers and few.kernels and keeps and self.owed is None:
-            arrival.ok = self._verdict_on_device(headers, few.rank)
-            arrival.headers = torch.empty_like(headers, device="cpu", pin_memory=True)
-            arrival.headers.copy_(headers, non_blocking=True)
+        deferred = defers and few.kernels is not None and keeps and self.owed is None
+        if deferred:
+            ok = self._verdict_on_device(headers, few.rank)
+            arrival.headers, arrival.ok = _to_host(headers), _to_host(ok)
             arrival.ready = torch.cuda.current_stream(headers.device).record_event()
         else:
             arrival.headers = headers.cpu()
@@ -174,16 +175,18 @@ class SharedWeights:
                 arrival.ok = self.all_shards(arrival.ok)
             if not arrival.ok[0]:
                 return arrival
+            ok = arrival.ok.to(self._device)
         for one in self.means:
-            one.own(None if arrival.ready is None else arrival.ok)
+            one.own(ok if deferred else None)
         self._send_to_all()
         exact = few.gathered.exact.reshape(-1)
         if buffers is not None:
-            arrival.buffers = exact[self._small : few.exact].clone()
+            # Those of a worker whose weights are not finite may not be, either.
+            mean = exact[self._small : few.exact]
+            arrival.buffers = torch.where(ok[0] == 1, mean, buffers[0])
         owes, rest = self.owed, None
         if few.error is not None and not keeps:
             rest = [torch.zeros_like(one) for one in own] if owes is None else owes
-        ok = arrival.ok.to(self._device)
         if few.kernels:
             both = rest if owes is None else owes
             for i, one in enumerate(self.means):
@@ -303,3 +306,8 @@ class SharedWeights:
         if self.owed is not None:
             return self.owed
         return [torch.zeros_like(self.outer.shared) for _ in self.means]
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Start to copy a tensor to the host, which does not wait for it."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)

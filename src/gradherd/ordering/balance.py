@@ -128,7 +128,7 @@ def sequential(given: Unsigned) -> Tensor:
         taken = [0] * count
         with np.errstate(invalid="ignore", over="ignore"):  # non-finite vectors are left out
             for p, vector in enumerate(z):
-                inner = float(total @ vector)
+                inner = float(total.dot(vector))
                 # Norms cost another read of the vector: only if the rule uses them. Without them,
                 # a vector that is not finite still shows in `inner`.
                 square = 0.0 if greedy or not rule.randomized else float(vector @ vector)

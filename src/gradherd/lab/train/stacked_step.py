@@ -23,7 +23,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gradherd.flat import FlatSpec
-from gradherd.lab.tasks.task import Task, Tensors
+from gradherd.lab.tasks.task import Task, Tensors, check_loss
 from gradherd.lab.train.optimizers import FunctionalOptimizer
 
 log = logging.getLogger("gradherd")
@@ -132,6 +132,7 @@ def _linear_gradients(task: Task, spec: FlatSpec) -> Gradients:
         model: Any = _LinearRuns(views["weight"], views.get("bias"))
         with torch.enable_grad():
             loss = task.loss(model, *(one.flatten(0, 2) for one in examples))
+        check_loss(task, loss)
         # Of the mean over a group, not over all.
         scale = loss.new_tensor(shape[0] * shape[1])
         (of_scores,) = torch.autograd.grad(loss, model.scores, scale)
@@ -180,7 +181,8 @@ def _agree(one: Gradients, other: Gradients, spec: FlatSpec, tensors: Tensors) -
     examples = tuple(tensor[indices] for tensor in tensors)
     try:
         found = one(parameters, examples)
-    except Exception:  # a loss may ask a model for more than its outputs
+    # A loss that asks a model for more than its outputs, or does not depend on it.
+    except (AttributeError, TypeError, RuntimeError):
         return False
     return torch.allclose(found, other(parameters, examples), rtol=1e-3, atol=1e-5)
 
