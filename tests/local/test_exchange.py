@@ -198,3 +198,32 @@ def test_models_of_more_than_two_thousand_million_elements_are_taken():
     few = SharedWeights.simulate(LocalSteps(), 2**31 + 5, 3, 0, 8, device="meta")
     assert few.length >= 2**31 + 5
     assert few.means[0].received.codes.shape[1] == few.means[0].slice // 8
+
+
+@forms
+def test_a_sum_that_nobody_has_received_leaves_no_trace(form, monkeypatch):
+    workers = Workers(Case(3000, values=form), 3)
+    workers.learn(0)
+    workers.exchange(0)
+    workers.learn(1)
+    shared, own = workers.shared.outer.shared.clone(), [one.clone() for one in workers.own]
+    errors = [few.error.clone() for few in workers.shared.means if few.error is not None]
+
+    def fails():
+        raise RuntimeError("a rank has died")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workers.shared, "_send_to_all", fails)
+        with pytest.raises(RuntimeError, match="a rank has died"):
+            workers.exchange(1)
+    assert torch.equal(workers.shared.outer.shared, shared)
+    assert all(map(torch.equal, workers.own, own))
+    for few, error in zip(workers.shared.means, errors, strict=False):
+        torch.testing.assert_close(few.error, error, rtol=1e-5, atol=1e-4)
+
+
+def test_one_worker_has_one_message_and_exact_values_two():
+    few = SharedWeights.simulate(LocalSteps(), 3000, 0, 0, 1).means[0]
+    assert few.sent is few.received is few.gathered is few.sum
+    few = SharedWeights.simulate(LocalSteps(values="fp32"), 3000, 0, 0, 2).means[0]
+    assert few.gathered is few.sent is not few.received

@@ -178,7 +178,12 @@ class SharedWeights:
             ok = arrival.ok.to(self._device)
         for one in self.means:
             one.own(ok if deferred else None)
-        self._send_to_all()
+        try:
+            self._send_to_all()
+        except RuntimeError:
+            for one in self.means:
+                one.take_back()
+            raise
         exact = few.gathered.exact.reshape(-1)
         if buffers is not None:
             # Those of a worker whose weights are not finite may not be, either.

@@ -189,8 +189,12 @@ class FewBitMean:
             ("codes", self.slice // codec.per_byte, torch.uint8 if bits else wire),
             ("levels", self.slice // GROUP * codec.levels, torch.bfloat16),
         ]
-        self.sent, self.received, self.gathered = (Messages(size, parts, device) for _ in range(3))
-        self.sum = Messages(1, parts, device)
+        self.sent = Messages(size, parts, device)
+        # What was sent is read again only for what rounding took of it; one worker has one message.
+        alone, exact_codes = size == 1, self.error is None
+        self.received = self.sent if alone else Messages(size, parts, device)
+        self.gathered = self.sent if exact_codes else Messages(size, parts, device)
+        self.sum = self.sent if alone else Messages(1, parts, device)
         self._where: dict[str, Any] = {"dtype": dtype, "device": device}
 
     # Made when first asked for: kernels need no room beside the vectors, unless a state is saved.
@@ -297,6 +301,16 @@ class FewBitMean:
                 self._codec.subtract(total, *self._of(self.sum, 0, part), self._decoded)
                 self._clear_padding(total, part)
         return self.sum
+
+    def take_back(self) -> None:
+        """Undo `own`, to rounding: nobody has received the sum."""
+        for begin in range(0, self.slice if self.error is not None else 0, self._block):
+            part = slice(begin, min(begin + self._block, self.slice))
+            assert self.error is not None
+            error = self.error[part].add_(self._decode(self.sum, 0, part, self._decoded))
+            for row in range(self.size):
+                error.sub_(self._decode(self.received, row, part, self._decoded))
+            self._clear_padding(error, part)
 
     def _clear_padding(self, values: Tensor, part: slice) -> None:
         """Set what lies behind the real coordinates of the own slice to zero: bits have no zero."""
