@@ -193,7 +193,8 @@ class LocalExchange(ModelExchange):
         With `overlap` the exchange goes on in the thread, and later steps take over its result. If
         `forced`, `sync` asks for it, which it must on all ranks.
         """
-        self._settle()
+        if self._deferred is not None:
+            self._settle()
         self._weights.check_trainable()
         own, buffers = self._shared.room(), self._weights.read_buffers()
         self._weights.read(own[0])
@@ -248,7 +249,8 @@ class LocalExchange(ModelExchange):
         Args:
             synced: Whether all ranks go on with equal weights.
         """
-        self._complete()
+        if self._thread is not None:
+            self._complete()
         arrival, self._arrival = self._arrival, None
         assert arrival is not None
         if arrival.ready is None and not self._counts(arrival):

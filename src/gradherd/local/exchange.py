@@ -212,7 +212,8 @@ class SharedWeights:
     def _send_to_owners(self) -> None:
         first = self.means[0]
         if not self._simulated:
-            sent = all_to_all_start(first.sent.raw, self._world, out=first.received.raw).finished()
+            sent = all_to_all_start(first.sent.raw, self._world, out=first.received.raw)
+            sent.wait()
             self.bytes += sent.bytes
             return
         for owner in self.means:
@@ -223,8 +224,9 @@ class SharedWeights:
     def _send_to_all(self) -> None:
         first = self.means[0]
         if not self._simulated:
-            out = first.gathered.raw
-            self.bytes += all_gather_start(first.sum.raw[0], self._world, out=out).finished().bytes
+            sent = all_gather_start(first.sum.raw[0], self._world, out=first.gathered.raw)
+            sent.wait()
+            self.bytes += sent.bytes
             return
         for owner in self.means:  # all know the same: one copy of it serves them
             first.gathered.raw[owner.rank] = owner.sum.raw[0]
