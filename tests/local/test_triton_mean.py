@@ -17,7 +17,7 @@ from gradherd.local.settings import LocalSteps
 from tests.gpu import DEVICE, GPU, MARKS
 
 pytestmark = MARKS
-DIMS = [0, 1, 255, 257, 5000] + ([1_000_003, 3 * 2**20] if GPU else [])
+DIMS = [0, 257, 1500] + ([1_000_003, 3 * 2**20] if GPU else [])
 
 
 def normal(seed, count):
@@ -80,7 +80,7 @@ def test_what_is_not_finite_is_told(bad):
 
 
 @pytest.mark.parametrize("dim", DIMS)
-@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("ok", [None, 1, 0])
 def test_sums(dim, size, ok):
     for few, reference in zip(*made(dim, size), strict=True):
