@@ -93,7 +93,7 @@ def slice_bytes(count: int, workers: int) -> int:
     """Return the bytes of a message of local steps: a header, and one bit for a slice of `count`.
 
     >>> slice_bytes(10_000_000, 4)
-    332048
+    332064
     """
     slice_length = -(-count // (workers * GROUP)) * GROUP
     return 16 + -(-value_bytes(slice_length, 1) // 8) * 8
