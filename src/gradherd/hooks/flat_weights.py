@@ -110,7 +110,10 @@ class FlatWeights:
     def read_buffers(self) -> Tensor | None:
         """Return the buffers as a vector; None without any."""
         # Running statistics are averaged like weights, in at least float32.
-        flat = [b.detach().to(self.device, self.dtype).reshape(-1) for b in self.buffers().values()]
+        flat = [
+            b.detach().to(self.device, self.dtype).reshape(-1)
+            for b in float_buffers(self._model).values()
+        ]
         if sum(map(len, flat)) != self.buffer_elements:
             raise RuntimeError(
                 f"the model has {sum(map(len, flat))} elements of buffers, and had "
@@ -121,7 +124,7 @@ class FlatWeights:
     @torch.no_grad()
     def write_buffers(self, flat: Tensor) -> None:
         """Set the buffers to those of a vector."""
-        buffers = list(self.buffers().values())
+        buffers = list(float_buffers(self._model).values())
         for buffer, piece in zip(buffers, flat.split([b.numel() for b in buffers]), strict=True):
             buffer.copy_(piece.view(buffer.shape))
 
