@@ -431,6 +431,7 @@ def everything():
         },
         "buffers": buffers_of(CASES["one bit"], rank),
         "synced": synced_between_phases(CASES["one bit"], rank),
+        "synced at once": synced_between_phases(CASES["overlap"], rank),
         "broken once": broken(rank, False),
         "broken for good": broken(rank, True),
         "refusals": refusals(rank),

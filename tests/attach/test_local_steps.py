@@ -202,6 +202,13 @@ def test_sync_between_two_phases_leaves_equal_weights_and_loses_nothing(ranks):
     assert kept.any()
 
 
+def test_sync_of_an_exchange_that_has_just_begun_leaves_equal_weights(ranks):
+    """What arrives is added to weights, which rounds."""
+    (one, exchanges, _), (other, *_) = (result["synced at once"] for result in ranks)
+    assert exchanges == 2
+    assert torch.equal(one[1], other[1]) and torch.equal(one[3], other[3])
+
+
 def test_buffers_are_averaged(ranks):
     expected = torch.stack([result["buffers"][0] for result in ranks]).mean(0)
     for result in ranks:

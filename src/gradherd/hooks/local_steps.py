@@ -256,10 +256,12 @@ class LocalExchange(ModelExchange):
         if arrival.ready is None and not self._counts(arrival):
             return
         (new,) = arrival.weights
-        self._write(new, adds=self._thread is not None and not synced)
+        adds = self._thread is not None and not synced
+        self._write(new, adds=adds)
         if arrival.buffers is not None:
             self._weights.write_buffers(arrival.buffers)
-        self._synced = synced or not self._settings.keep_residual
+        # A sum is rounded: ranks whose weights should be the shared ones may differ in a last bit.
+        self._synced = synced or not (self._settings.keep_residual or adds)
         self._deferred = None if arrival.ready is None else arrival
 
     def _settle(self) -> None:
